@@ -1,0 +1,1 @@
+"""Backends: one interface, several ways to run a plan."""

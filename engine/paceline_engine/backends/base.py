@@ -1,0 +1,101 @@
+"""The contract that every backend keeps. One test suite runs against all of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paceline_engine.chunk import Chunk, ScoreResult
+from paceline_engine.mode import Variant
+from paceline_engine.plan import Plan
+from paceline_engine.request import GenerationRequest, Message, Prompt, ScoreRequest
+from paceline_engine.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a slow start has come."""
+
+    stage: str
+    """``fetch``, ``load``, ``convert`` or ``calibrate``."""
+    done: float
+    """Between 0 and 1."""
+    message: str = ""
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a started backend serves."""
+
+    name: str
+    """For people and traces, such as ``gemma3-270m``."""
+    fingerprint: str
+    """Digest of the checkpoint and of what else changes its speed or output; keys saved profiles."""
+    context_tokens: int
+    """Longest prompt and output together."""
+    vocab_size: int
+    variants: tuple[Variant, ...]
+    """What a plan may ask for, best quality first."""
+    bytes_per_variant: Mapping[Variant, int] = field(default_factory=dict[Variant, int])
+    """Bytes of weights that one decode step reads."""
+    device: str = "cpu"
+    device_name: str = ""
+    """The processor, for keying saved profiles."""
+    has_chat_template: bool = True
+
+
+class Backend(Protocol):
+    """Runs plans. Every method may be called from any event loop and any thread."""
+
+    @property
+    def name(self) -> str:
+        """Unique among a client's backends; shown in decisions and traces."""
+        ...
+
+    async def start(self, on_progress: OnProgress | None = None) -> ModelInfo:
+        """Load what is to be served; calling it again returns at once.
+
+        Raises:
+            ModelError: the model cannot be found, read or run.
+            MissingExtraError: a part that it needs is not installed.
+        """
+        ...
+
+    async def prepare(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Prompt:
+        """Render and tokenize a conversation.
+
+        Raises:
+            InvalidValueError: no messages, or messages that the template refuses.
+        """
+        ...
+
+    async def snapshot(self, prompt: Prompt, *, salt: str = "", adapter: str | None = None) -> Snapshot:
+        """The state now, with how much of ``prompt`` is cached. Does not wait for a running step."""
+        ...
+
+    def submit(self, request: GenerationRequest, plan: Plan) -> AsyncIterator[Chunk]:
+        """Run a generation. Each choice ends with exactly one chunk that has ``finish``.
+
+        Closing the iterator (``aclose``, cancellation of the task, or dropping it) cancels the request:
+        by the next step nothing of it runs and its KV blocks are free.
+
+        Raises, from the first ``__anext__`` at the earliest:
+            InvalidValueError: the request or plan does not suit the model; nothing was run.
+            DeadlineExpiredError: the plan's deadline had passed; nothing was run.
+            StallError, EngineDiedError, BackendError: with the text so far.
+        """
+        ...
+
+    async def score(self, request: ScoreRequest, plan: Plan) -> ScoreResult:
+        """Log probability of each option given the prompt, in one prefill. Errors as ``submit``."""
+        ...
+
+    async def aclose(self) -> None:
+        """End all that runs and give back what is held; calling it again does nothing."""
+        ...

@@ -1,0 +1,62 @@
+"""The contract between the step loop and what runs the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from paceline_engine.mode import Variant
+from paceline_engine.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Logits(StrEnum):
+    """Which of a slice's tokens need logits."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSlice:
+    """One sequence's part of a pass: new tokens, where they stand, and where their KV goes."""
+
+    token_ids: Sequence[int]
+    position: int
+    """Of the first of ``token_ids``; the KV of all positions before it is already in the blocks."""
+    block_table: Sequence[int]
+    """KV block of each ``block_size`` positions; covers ``position + len(token_ids)``."""
+    logits: Logits = Logits.LAST
+
+
+class ModelRunner(Protocol):
+    """Runs the decoder over a paged KV cache that all variants share."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def n_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def variants(self) -> tuple[Variant, ...]: ...
+
+    def forward(self, slices: Sequence[SequenceSlice], variant: Variant) -> torch.Tensor:
+        """One pass over all slices; writes their KV.
+
+        Returns:
+            fp32 logits, [rows, vocab_size]: the rows that the slices asked for, in their order.
+        """
+        ...
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block's KV in all layers (copy on write)."""
+        ...

@@ -1,0 +1,133 @@
+"""What is to be generated or scored, apart from how (that is the plan)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline_engine.errors import InvalidValueError
+
+Message = Mapping[str, Any]
+"""One chat message: ``role``, ``content``, and for tools ``tool_calls``, ``tool_call_id``, ``name``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A rendered and tokenized conversation, as a backend prepared it."""
+
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+    """Empty where the backend tokenizes on its own side (a remote server)."""
+    n_tokens: int
+    """Exact where ``token_ids`` is filled, else the backend's estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn. The default is greedy."""
+
+    temperature: float = 0.0
+    """0 (or next to it) is greedy."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probability reaches this; 0 keeps the most likely one."""
+    top_k: int = 0
+    """Most tokens kept; 0 is off, more than the vocabulary keeps all."""
+    min_p: float = 0.0
+    """Drop tokens below this share of the most likely token's probability."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence from the logit of each token in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """The same seed gives the same draws, whatever else shares the batch."""
+    min_tokens: int = 0
+    """No end token or stop string ends the output before this many tokens."""
+    logprobs: int | None = None
+    """Report this many most likely tokens for each position (0: only the one drawn)."""
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, limit: str, remedy: str) -> None:
+            if not ok:
+                raise InvalidValueError(name, observed=getattr(self, name), limit=limit, remedy=remedy)
+
+        finite = math.isfinite
+        check("temperature", finite(self.temperature) and self.temperature >= 0, "0 or more", "0 is greedy")
+        check("top_p", finite(self.top_p) and 0 <= self.top_p <= 1, "between 0 and 1", "1 turns it off")
+        check("top_k", self.top_k >= 0, "0 or more", "0 turns it off")
+        check("min_p", finite(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1", "0 turns it off")
+        check(
+            "repetition_penalty",
+            finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "above 0",
+            "1 turns it off",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(name, finite(getattr(self, name)), "a finite number", "0 turns it off")
+        check(
+            "logit_bias",
+            all(finite(bias) for bias in self.logit_bias.values()),
+            "finite for every token id",
+            "use a large finite bias, such as -100, to forbid a token",
+        )
+        check("min_tokens", self.min_tokens >= 0, "0 or more", "0 turns it off")
+        check(
+            "logprobs",
+            self.logprobs is None or 0 <= self.logprobs <= 20,
+            "None or 0 to 20",
+            "use None for none",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One model call."""
+
+    id: str
+    """Unique among the requests in flight on a backend."""
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    """Texts that end the output; neither they nor what follows is sent."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output, beside the model's own end tokens."""
+    ignore_eos: bool = False
+    """Do not end at the model's end tokens (calibration and benchmarks)."""
+    n: int = 1
+    """Choices to generate for the one prompt."""
+    salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt (one per tenant)."""
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise InvalidValueError("n", observed=self.n, limit="at least 1", remedy="use 1 for one choice")
+        if any(not text for text in self.stop):
+            raise InvalidValueError(
+                "stop", observed=self.stop, limit="made of non-empty texts", remedy="drop the empty text"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Score each option as a continuation of the prompt, in one prefill, without decoding."""
+
+    id: str
+    prompt: Prompt
+    options: tuple[str, ...]
+    salt: str = ""
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.options or any(not option for option in self.options):
+            raise InvalidValueError(
+                "options",
+                observed=self.options,
+                limit="at least one non-empty text",
+                remedy="give the texts to choose from",
+            )

@@ -1,0 +1,33 @@
+"""What a backend reports before a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline_engine.mode import Variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state of a backend at one moment, for one prompt."""
+
+    taken_at_s: float
+    prompt_tokens: int
+    cached_tokens: Mapping[Variant, int] = field(default_factory=dict[Variant, int])
+    """Prompt tokens that the prefix cache would serve, for each variant that may be asked."""
+    running: int = 0
+    """Sequences that decode now."""
+    running_context_tokens: int = 0
+    """Sum of their context lengths."""
+    running_variant: Variant | None = None
+    """The variant that most running sequences use."""
+    waiting: int = 0
+    """Sequences queued or still in prefill."""
+    waiting_prefill_tokens: int = 0
+    """Prompt tokens that stand before this prompt."""
+    free_blocks: int | None = None
+    """Free or evictable KV blocks; None where the backend does not tell."""
+    total_blocks: int | None = None
+    block_size: int | None = None
+    """Tokens per KV block."""

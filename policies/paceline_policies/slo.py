@@ -1,0 +1,58 @@
+"""The budgets of a turn, the confidence wanted, and what to do when they cannot be met."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline_engine.errors import InvalidValueError
+
+OnInfeasible = Literal["degrade", "shorten", "reject"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLO:
+    """Service-level objective of one turn. None leaves a budget out.
+
+    A budget is an objective: a miss is reported and the text goes on, unless ``hard``.
+    """
+
+    ttft_ms: float | None = 200.0
+    """Time to first token of each generation in the turn."""
+    tpot_ms: float | None = 30.0
+    """Time per output token after the first, of each generation."""
+    e2e_ms: float | None = 2000.0
+    """The whole turn, with its tools."""
+    confidence: float = 0.9
+    """Probability with which a mode must be predicted to meet every budget to count as fitting."""
+    on_infeasible: OnInfeasible = "degrade"
+    """``degrade``: run the most likely mode; ``shorten``: cap the tokens; ``reject``: InfeasibleError."""
+    hard: bool = False
+    """End the generation at the end-to-end deadline with finish reason ``budget``."""
+    stall_ms: float | None = 30_000.0
+    """Longest wait for any next token; a clock of its own, apart from the budgets."""
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "tpot_ms", "e2e_ms", "stall_ms"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise InvalidValueError(
+                    name,
+                    observed=value,
+                    limit="a finite number of milliseconds above 0, or None",
+                    remedy="use None to leave this budget out",
+                )
+        if not 0 < self.confidence < 1:
+            raise InvalidValueError(
+                "confidence", observed=self.confidence, limit="between 0 and 1", remedy="0.9 is usual"
+            )
+        if self.on_infeasible not in ("degrade", "shorten", "reject"):
+            raise InvalidValueError(
+                "on_infeasible",
+                observed=self.on_infeasible,
+                limit="'degrade', 'shorten' or 'reject'",
+                remedy="'degrade' runs the mode that is most likely to fit",
+            )
+        if self.hard and self.e2e_ms is None:
+            raise InvalidValueError("hard", observed=True, limit="used with e2e_ms", remedy="set e2e_ms")

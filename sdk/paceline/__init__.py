@@ -1,0 +1,1 @@
+"""Paceline: inference for agents that must answer in time."""

@@ -1,0 +1,1 @@
+"""Tracing through the OpenTelemetry API: names, spans, and a one-call set-up for OTLP."""
