@@ -1,0 +1,1 @@
+"""Drawing the next token from logits."""
