@@ -1,0 +1,1 @@
+"""The command line: ``paceline demo``, ``paceline plan``, ``paceline bench``, ``paceline info``."""

@@ -1,0 +1,72 @@
+"""Agent conversations to replay: the excerpt that ships, or a file of the same form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from paceline_engine.errors import InvalidValueError
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayTurn:
+    """What the model saw when it was asked for one assistant message."""
+
+    conversation: int
+    messages: Messages
+
+
+def load_turns(data: Path | None) -> list[ReplayTurn]:
+    """Every assistant turn of every conversation, in order.
+
+    Raises:
+        InvalidValueError: the file cannot be read or holds no conversation.
+    """
+    if data is None:
+        text = files("paceline").joinpath("data/airline_trajectories.jsonl").read_text(encoding="utf-8")
+    else:
+        text = _read(data)
+    turns = list(_turns(text, source=str(data)))
+    if not turns:
+        raise InvalidValueError(
+            "data", observed=str(data), limit="a file with assistant messages", remedy="leave --data out"
+        )
+    return turns
+
+
+def spread(turns: list[ReplayTurn], n: int) -> list[ReplayTurn]:
+    """``n`` turns (or all), evenly spread, in order."""
+    if n >= len(turns):
+        return turns
+    return [turns[index * len(turns) // n] for index in range(n)]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValueError(
+            "data", observed=str(path), limit="a readable file of JSON lines", remedy=str(error)
+        ) from error
+
+
+def _turns(text: str, *, source: str) -> Iterator[ReplayTurn]:
+    for number, line in enumerate(filter(str.strip, text.splitlines())):
+        try:
+            messages: Messages = json.loads(line)["messages"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise InvalidValueError(
+                "data",
+                observed=f"{source}, line {number + 1}",
+                limit="one JSON object a line with 'messages'",
+                remedy=str(error),
+            ) from error
+        for index, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                yield ReplayTurn(conversation=number, messages=messages[:index])
