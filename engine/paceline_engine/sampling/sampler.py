@@ -1,0 +1,143 @@
+"""From logits to tokens. Every row is drawn by its own rule; nothing of one row reaches another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline_engine.sampling.rules import DrawRule
+
+_FIRST_LOOK = 1024
+"""Tokens that top-p looks at before it sorts the whole vocabulary."""
+_SCORE_ROWS = 32
+"""Rows whose log-softmax is taken at once: bounds the temporary memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Who draws from one row of logits."""
+
+    rule: DrawRule
+    output_ids: Sequence[int]
+    """The output before this row's token; drafts included where they are verified."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A drawn token. Log probabilities are the model's own, before penalties and temperature."""
+
+    token_id: int
+    logprob: float | None = None
+    """Set where the rule asks for log probabilities."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log probability), most likely first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undrawable:
+    """Why no token could be drawn from a row."""
+
+    reason: str
+
+
+def draw_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn | Undrawable]:
+    """Draw one token from each row.
+
+    Args:
+        logits: fp32 [rows, vocab]; left unchanged, and not copied for greedy rows.
+    """
+    if not rows:
+        return []
+    ids, bests = _best(logits)
+    return [_draw_row(logits[i], row, best_id=ids[i], best=bests[i]) for i, row in enumerate(rows)]
+
+
+def score_tokens(logits: torch.Tensor, token_ids: Sequence[int]) -> list[float]:
+    """Log probability of one given token a row, by a log-softmax in fp32.
+
+    Args:
+        logits: fp32 [rows, vocab].
+        token_ids: one a row.
+    """
+    scores: list[float] = []
+    for start in range(0, len(token_ids), _SCORE_ROWS):
+        part = logits[start : start + _SCORE_ROWS].float()
+        ids = torch.tensor(token_ids[start : start + _SCORE_ROWS], device=part.device)
+        chosen = part.gather(1, ids[:, None])[:, 0]
+        scores.extend((chosen - torch.logsumexp(part, dim=-1)).tolist())
+    return scores
+
+
+def _draw_row(logits: torch.Tensor, row: Row, *, best_id: int, best: float) -> Drawn | Undrawable:
+    # logits: [vocab]
+    if not math.isfinite(best):
+        return Undrawable(reason=f"the model's largest logit is {best}")
+    rule, position = row.rule, len(row.output_ids)
+    changed = logits
+    if rule.changes_logits(position):
+        changed = logits.clone()
+        rule.apply(changed, row.output_ids)
+        [best_id], [best] = _best(changed[None])
+        if not math.isfinite(best):
+            return Undrawable(reason="penalties, bias, min_tokens and masks leave no token to draw")
+    token_id = best_id if rule.greedy else _draw_by_chance(changed, rule, position, best)
+    return _with_logprobs(logits, token_id, rule.params.logprobs)
+
+
+def _best(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Index and value of each row's maximum; NaN is the largest of all."""
+    if logits.device.type == "cpu":
+        # NumPy's argmax is vectorized, torch's is not: 0.02 against 0.25 ms for 262,144 entries.
+        array = logits.detach().numpy()
+        ids = array.argmax(axis=-1)
+        return ids.tolist(), array[range(len(ids)), ids].tolist()
+    values, indices = logits.max(dim=-1)
+    return indices.tolist(), values.tolist()
+
+
+def _draw_by_chance(logits: torch.Tensor, rule: DrawRule, position: int, best: float) -> int:
+    """Temperature, then top-k, top-p (Holtzman et al., 2020) and min-p (Nguyen et al., 2024), then draw."""
+    params = rule.params
+    scaled = (logits - best) / params.temperature  # [vocab], largest is 0
+    weights, ids = _kept(scaled, top_k=params.top_k, top_p=params.top_p)
+    if params.min_p > 0:
+        weights = weights.where(weights >= params.min_p, 0.0)  # the largest weight is exp(0) = 1
+    cumulative = weights.cumsum(0)
+    target = cumulative[-1] * rule.stream.uniform(position)
+    # right=True gives the first entry above the target, so an entry of weight 0 is never drawn.
+    place = int(torch.searchsorted(cumulative, target, right=True))
+    if place >= len(weights):  # rounding put the target on the total
+        place = int(weights.nonzero()[-1])
+    return place if ids is None else int(ids[place])
+
+
+def _kept(scaled: torch.Tensor, *, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Unnormalized fp64 probabilities of the tokens that top-k and top-p keep, and their ids (None: all)."""
+    n_vocab = scaled.shape[0]
+    by_rank = 0 < top_k < n_vocab
+    if not by_rank and top_p >= 1:
+        return scaled.exp().double(), None
+    values, ids = scaled.topk(top_k if by_rank else min(_FIRST_LOOK, n_vocab))
+    weights = values.double().exp()
+    if top_p >= 1:
+        return weights, ids
+    total = weights.sum() if by_rank else scaled.exp().sum(dtype=torch.float64)
+    if not by_rank and weights.sum() < top_p * total:
+        values, ids = scaled.sort(descending=True)
+        weights = values.double().exp()
+    before = weights.cumsum(0) - weights
+    n_kept = max(1, int((before < top_p * total).sum()))
+    return weights[:n_kept], ids[:n_kept]
+
+
+def _with_logprobs(logits: torch.Tensor, token_id: int, n_top: int | None) -> Drawn:
+    if n_top is None:
+        return Drawn(token_id=token_id)
+    log_total = torch.logsumexp(logits, dim=0)
+    logprob = float(logits[token_id] - log_total)
+    values, ids = logits.topk(min(n_top, logits.shape[0]))
+    top = tuple(zip(ids.tolist(), (values - log_total).tolist(), strict=True))
+    return Drawn(token_id=token_id, logprob=logprob, top=top)
