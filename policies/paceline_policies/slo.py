@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline_engine.errors import InvalidValueError
+from paceline_policies.slo_text import format_fields, parse_fields
 
 OnInfeasible = Literal["degrade", "shorten", "reject"]
 
@@ -56,3 +57,31 @@ class SLO:
             )
         if self.hard and self.e2e_ms is None:
             raise InvalidValueError("hard", observed=True, limit="used with e2e_ms", remedy="set e2e_ms")
+
+    @classmethod
+    def parse(cls, text: str) -> SLO:
+        """Read budgets as people write them: ``TTFT<200ms, TPOT<30ms, E2E<2s``.
+
+        Names in any case (``ttft``, ``time to first token``, ``tpot``, ``itl``, ``e2e``, ``end to end``,
+        ``latency``), then ``<``, ``<=``, ``:``, ``=`` or a blank, then a number with ``us``, ``ms``, ``s``
+        or ``min``. Separated by ``,``, ``;``, ``and`` or a new line. Beside them ``stall<5s``,
+        ``confidence 95%``, ``hard``, and ``else degrade``, ``else shorten`` or ``else reject``.
+
+        A budget that is not named is None. What else is not named keeps its default.
+
+        Raises:
+            InvalidValueError: an unknown name, no unit, a duplicate, or a value that is not a time.
+        """
+        return cls(**parse_fields(text))
+
+    def __str__(self) -> str:
+        """A text that ``parse`` reads back to an equal SLO."""
+        return format_fields(
+            ttft_ms=self.ttft_ms,
+            tpot_ms=self.tpot_ms,
+            e2e_ms=self.e2e_ms,
+            stall_ms=self.stall_ms,
+            confidence=self.confidence,
+            on_infeasible=self.on_infeasible,
+            hard=self.hard,
+        )

@@ -1,0 +1,115 @@
+"""Quantiles and probabilities from recent errors, not from hope: split conformal prediction.
+
+A sample is the ratio measured / predicted of TTFT, TPOT and E2E of one generation. With n samples in
+ascending order, the q-quantile of the next ratio is the sample of rank ceil((n + 1) · q): if the next one
+is exchangeable with them, it stays below with probability q or more, whatever the distribution
+(Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005; Lei et al., Distribution-Free
+Predictive Inference for Regression, 2018). Beyond the largest sample the formula has no answer; there
+a power tail goes on: P(ratio > x) = (largest / x)³ / (n + 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+Sample = tuple[float, float | None, float]
+"""Measured divided by predicted: TTFT, TPOT (None where nothing was decoded), E2E."""
+
+TAIL_EXPONENT = 3.0
+
+
+class Errors:
+    """Samples of prediction errors, ready for quantiles. Unchanging."""
+
+    __slots__ = ("_decoded", "_sorted_decoded", "_sorted_ttft", "_ttft")
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        """``samples`` must not be empty."""
+        self._ttft: FloatArray = np.array([sample[0] for sample in samples])
+        # Rows of [TTFT, TPOT, E2E]; a generation that decoded nothing says nothing of decoding.
+        decoded = [sample for sample in samples if sample[1] is not None]
+        if not decoded:
+            decoded = [(sample[0], 1.0, sample[2]) for sample in samples]
+        self._decoded: FloatArray = np.array(decoded, dtype=np.float64)
+        self._sorted_ttft = np.sort(self._ttft)
+        self._sorted_decoded = np.sort(self._decoded, axis=0)
+
+    def ttft(self, q: float) -> float:
+        """Quantile of the TTFT ratio."""
+        return quantile(self._sorted_ttft, q)
+
+    def tpot(self, q: float) -> float:
+        """Quantile of the TPOT ratio."""
+        return quantile(self._sorted_decoded[:, 1], q)
+
+    def e2e(self, q: float) -> float:
+        """Quantile of the E2E ratio."""
+        return quantile(self._sorted_decoded[:, 2], q)
+
+    def p_meet(
+        self, *, points: tuple[float, float | None, float], limits: tuple[float, float, float]
+    ) -> float:
+        """Probability that every budget is met at once.
+
+        Each sample says how all durations of one generation erred together, so its worst overshoot,
+        the maximum over the budgets of ratio · predicted / limit, is one number whose conformal
+        probability of being at most 1 is the joint probability; no bound over separate budgets is
+        needed.
+
+        Args:
+            points: predicted TTFT, TPOT and E2E in ms; TPOT None where at most one token is made,
+                then E2E is TTFT.
+            limits: the budgets in ms; infinite where there is none.
+        """
+        if min(limits) <= 0:
+            return 0.0
+        if points[1] is None:
+            overshoot = self._ttft * (points[0] / min(limits[0], limits[2]))
+        else:
+            ratios = self._decoded
+            ttft = ratios[:, 0] * points[0]
+            e2e = np.maximum(ratios[:, 2] * points[2], ttft)
+            overshoot = np.maximum(ttft / limits[0], e2e / limits[2])
+            if math.isfinite(limits[1]):
+                overshoot = np.maximum(overshoot, ratios[:, 1] * (points[1] / limits[1]))
+        n = len(overshoot)
+        n_over = int(np.count_nonzero(overshoot > 1.0))
+        if n_over:
+            return float(n - n_over) / (n + 1)
+        return 1.0 - float(overshoot.max()) ** TAIL_EXPONENT / (n + 1)
+
+
+def quantile(ascending: FloatArray, q: float) -> float:
+    """The conformal quantile of sorted samples; the median for q = 0.5."""
+    n = len(ascending)
+    if q == 0.5:
+        return float(ascending[(n - 1) // 2] + ascending[n // 2]) / 2
+    rank = math.ceil((n + 1) * q - 1e-9)
+    if rank <= n:
+        return float(ascending[max(rank, 1) - 1])
+    return float(ascending[-1]) * ((1.0 / (n + 1)) / (1.0 - q)) ** (1.0 / TAIL_EXPONENT)
+
+
+def assumed_samples(n: int, *, log_deviation: float) -> list[Sample]:
+    """n samples of a log-normal error of median 1, evenly spaced in probability.
+
+    They stand in while too few generations were measured. All three ratios of a sample are alike: what
+    slows one phase of a machine slows the others.
+    """
+    normal = NormalDist()
+    ratios = [math.exp(log_deviation * normal.inv_cdf((i + 0.5) / n)) for i in range(n)]
+    return [(ratio, ratio, ratio) for ratio in ratios]
+
+
+def log_spread(samples: Sequence[Sample]) -> float:
+    """Robust standard deviation of the logarithm of the E2E ratios (from the median absolute deviation)."""
+    if len(samples) < 2:
+        return 0.0
+    logs = np.log([sample[2] for sample in samples])
+    return 1.4826 * float(np.median(np.abs(logs - np.median(logs))))

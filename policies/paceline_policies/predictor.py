@@ -1,0 +1,337 @@
+"""What one mode would take in one snapshot: a step model, scales that follow the machine, conformal errors.
+
+    TTFT = overhead + queue + prefill
+        overhead   from submission to the first step, measured on an idle engine
+        queue      half a step that is under way, and the prefill of the prompts before ours
+        prefill    our prompt without its cached prefix, in chunks, beside the decoding sequences
+    TPOT = (decode pass with all that shares it + drafts + gap) / expected tokens per pass
+    E2E  = TTFT + TPOT · (max_tokens - 1)
+
+Each is multiplied by quantiles of recent ratios measured / predicted (see ``conformal``): the median
+gives p50 and the conformal 0.9 quantile gives p90.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from paceline_engine.mode import Drafter, Mode, Variant
+from paceline_engine.snapshot import Snapshot
+from paceline_engine.timeline import StepTime, Timeline
+from paceline_policies.conformal import Errors, Sample, assumed_samples, log_spread
+from paceline_policies.decision import Prediction
+from paceline_policies.drift import Acceptance, Drift, Pause
+from paceline_policies.forecast import Budgets, Forecast, Work
+from paceline_policies.profile import Profile, VariantProfile
+from paceline_policies.step_model import StepLoad, StepModel, fit, phase_steps
+from paceline_policies.workload import Beside, decode_load, prefill_load
+
+WINDOW = 96
+"""Samples kept for each variant."""
+_ENOUGH = 20
+"""With fewer samples of its own, a window is filled up."""
+_POOL_BELOW = 9
+"""With fewer (the least for which a 0.9 quantile exists), other variants' samples are used too."""
+_CALIBRATED_SPREAD = 0.1
+_ASSUMED_SPREAD = 0.7
+"""Log deviation of the samples that fill up: a calibrated model errs by tenths, a guess by factors."""
+_REFIT_AT = (3, 6, 12, 24, 48, 96)
+_WIDEST_RATIO = 50.0
+
+ASSUMED_STEP = StepModel(fixed_s=0.02, chunk_s=0.2, small_s=1e-3, large_s=1e-3, decode_s=0.02)
+"""The guess for a variant that was never measured."""
+
+
+class _Measured(NamedTuple):
+    ttft_ms: float
+    tpot_ms: float | None
+    e2e_ms: float
+
+
+class _State:
+    """What is known of one variant."""
+
+    __slots__ = ("assumed", "decode", "n_seen", "prefill", "samples", "seen", "step")
+
+    def __init__(self, profile: VariantProfile) -> None:
+        self.step = profile.step
+        self.prefill = Drift(profile.prefill_scale)
+        self.decode = Drift(profile.decode_scale)
+        self.samples: deque[Sample] = deque(profile.samples, maxlen=WINDOW)
+        self.assumed = profile.assumed
+        self.seen: deque[tuple[Mode, Snapshot, Timeline]] = deque(maxlen=WINDOW)
+        """Kept only while the step model is a guess, to fit one."""
+        self.n_seen = 0
+
+
+class Predictor:
+    """Predicts one backend's durations and learns from every timeline. Not safe for threads."""
+
+    def __init__(self, profile: Profile, *, chunk_tokens: int = 512) -> None:
+        """``chunk_tokens`` is the most prompt tokens that one step of the backend prefills."""
+        self._base = profile
+        self._chunk_tokens = chunk_tokens
+        self._states = {variant: _State(each) for variant, each in profile.variants.items()}
+        self._acceptance = Acceptance(dict(profile.acceptance))
+        self._overhead = Pause(profile.overhead_s)
+        self._gap = Pause(profile.gap_s)
+        self._errors: dict[Variant, Errors] = {}
+
+    def knows(self, variant: Variant) -> bool:
+        """Whether the variant was measured, by calibration or by traffic."""
+        state = self._states.get(variant)
+        return state is not None and not (state.assumed and not state.samples)
+
+    def quality(self, variant: Variant) -> float | None:
+        """The measured quality, or None."""
+        found = self._base.qualities.get(variant)
+        return None if found is None else found.value
+
+    @property
+    def profile(self) -> Profile:
+        """All that was learned, ready to be saved."""
+        variants = {
+            variant: VariantProfile(
+                step=state.step,
+                prefill_scale=state.prefill.scale,
+                decode_scale=state.decode.scale,
+                samples=tuple(state.samples),
+                assumed=state.assumed,
+            )
+            for variant, state in self._states.items()
+        }
+        return Profile(
+            fingerprint=self._base.fingerprint,
+            device=self._base.device,
+            version=self._base.version,
+            variants=variants,
+            qualities=self._base.qualities,
+            overhead_s=self._overhead.seconds,
+            gap_s=self._gap.seconds,
+            acceptance=self._acceptance.known,
+            read_bytes_per_s=self._base.read_bytes_per_s,
+        )
+
+    def predict(
+        self,
+        mode: Mode,
+        snapshot: Snapshot,
+        *,
+        max_tokens: int,
+        kind: str = "chat",
+        option_tokens: Sequence[int] = (),
+    ) -> Prediction:
+        """p50 and p90 of TTFT, TPOT and E2E if it ran to the cap."""
+        work = Work(max_tokens=max_tokens, kind=kind, option_tokens=tuple(option_tokens))
+        return self.forecast(mode, snapshot, work).prediction
+
+    def p_meet(self, mode: Mode, snapshot: Snapshot, budgets: Budgets, *, max_tokens: int) -> float:
+        """Probability that every budget is met at once."""
+        return self.forecast(mode, snapshot, Work(max_tokens=max_tokens)).p_meet(budgets)
+
+    def forecast(self, mode: Mode, snapshot: Snapshot, work: Work) -> Forecast:
+        """The durations of the work, with the errors that such predictions had of late."""
+        errors = self._errors_of(mode.variant)
+        ttft = self._ttft_s(mode, snapshot, work) * 1e3
+        if work.kind == "choose" or work.max_tokens <= 1:
+            return Forecast(ttft_ms=ttft, tpot_ms=None, e2e_ms=ttft, errors=errors, kind=work.kind)
+        tpot = self._tpot_s(mode, snapshot, work) * 1e3
+        e2e = ttft + tpot * (work.max_tokens - 1)
+        return Forecast(ttft_ms=ttft, tpot_ms=tpot, e2e_ms=e2e, errors=errors, kind=work.kind)
+
+    def observe(
+        self, mode: Mode, snapshot: Snapshot, prediction: Prediction | None, timeline: Timeline
+    ) -> None:
+        """Learn from a generation that ran in ``mode`` after ``snapshot``.
+
+        The errors are taken against a prediction for the tokens that were produced, not for the cap,
+        so a generation that ended early, was cancelled or failed tells as much as it can: one without
+        a first token only tells of its steps. ``prediction`` (for the cap) is not needed for that.
+        """
+        state = self._state(mode.variant)
+        measured = _measured(mode, timeline)
+        if measured is not None:
+            forecast = self.forecast(mode, snapshot, Work(max_tokens=timeline.n_tokens))
+            state.samples.append(_ratios(measured, forecast))
+            self._acceptance.observe(mode, timeline)
+            if state.assumed:
+                state.seen.append((mode, snapshot, timeline))
+                state.n_seen += 1
+        if timeline.steps:
+            self._observe_steps(timeline.steps)
+            if snapshot.running == snapshot.waiting == 0:
+                self._observe_pauses(timeline)
+        elif measured is not None:
+            self._observe_phases(state, timeline)
+        if state.assumed and state.n_seen in _REFIT_AT and measured is not None:
+            self._refit(state)
+        self._errors.clear()
+
+    def _state(self, variant: Variant) -> _State:
+        if variant not in self._states:
+            self._states[variant] = _State(VariantProfile(step=ASSUMED_STEP, assumed=True))
+        return self._states[variant]
+
+    def _ttft_s(self, mode: Mode, snapshot: Snapshot, work: Work) -> float:
+        state = self._state(mode.variant)
+        beside, other_s = self._beside(mode, snapshot, waiting=0)
+        cached = min(max(0, self._cached(mode, snapshot)), max(0, snapshot.prompt_tokens - 1))
+        own = max(1, snapshot.prompt_tokens - cached) + sum(work.option_tokens)
+        ours = prefill_load(own, start=cached, chunk_tokens=self._chunk_tokens, beside=beside)
+        seconds = state.step.seconds(ours)
+        passes = ours.passes
+        if snapshot.waiting_prefill_tokens > 0:
+            queued = self._queue_load(snapshot, beside)
+            seconds += state.step.seconds(queued)
+            passes += queued.passes
+        seconds *= state.prefill.scale
+        if snapshot.running:
+            # An arrival finds a step half done, on average.
+            under_way = decode_load(context_tokens=0, sequences=0, tokens_each=1, beside=beside)
+            seconds += 0.5 * (state.step.seconds(under_way) * state.decode.scale)
+        return self._overhead.seconds + seconds + passes * (other_s + self._gap.seconds)
+
+    def _queue_load(self, snapshot: Snapshot, beside: Beside) -> StepLoad:
+        """The prompts before ours: of equal length, and cut into the same chunks."""
+        tokens = snapshot.waiting_prefill_tokens
+        load = prefill_load(tokens, start=0, chunk_tokens=self._chunk_tokens, beside=beside)
+        mean = tokens / max(1, snapshot.waiting)
+        pairs = tokens * (mean + 1) / 2 + load.passes * beside.context_tokens
+        return replace(load, attended_pairs=pairs)
+
+    def _tpot_s(self, mode: Mode, snapshot: Snapshot, work: Work) -> float:
+        state = self._state(mode.variant)
+        beside, other_s = self._beside(mode, snapshot, waiting=snapshot.waiting)
+        context = snapshot.prompt_tokens + work.max_tokens / 2
+        spec = mode.speculation
+        drafts = spec.max_draft_tokens if spec is not None else 0
+        load = decode_load(
+            context_tokens=context, sequences=work.choices, tokens_each=drafts + 1, beside=beside
+        )
+        seconds = state.step.seconds(load) * state.decode.scale + other_s + self._gap.seconds
+        if spec is not None and spec.drafter is Drafter.SELF and spec.draft_variant is not None:
+            drafter = self._state(spec.draft_variant)
+            draft = decode_load(
+                context_tokens=context, sequences=work.choices, tokens_each=1, beside=Beside()
+            )
+            seconds += drafts * drafter.step.seconds(draft) * drafter.decode.scale
+        return seconds / self._acceptance.tokens_per_pass(mode)
+
+    def _beside(self, mode: Mode, snapshot: Snapshot, *, waiting: int) -> tuple[Beside, float]:
+        """(what shares our passes, seconds of a pass of another variant that runs between ours).
+
+        A pass has one variant: sequences that decode with another take turns with ours.
+        """
+        running = Beside(sequences=snapshot.running, context_tokens=snapshot.running_context_tokens)
+        other_s = 0.0
+        if snapshot.running and snapshot.running_variant not in (None, mode.variant):
+            other = self._state(snapshot.running_variant)
+            turn = decode_load(context_tokens=0, sequences=0, tokens_each=1, beside=running)
+            other_s = other.step.seconds(turn) * other.decode.scale
+            running = Beside()
+        joined = Beside(
+            sequences=running.sequences + waiting,
+            context_tokens=running.context_tokens + (snapshot.waiting_prefill_tokens if waiting else 0),
+        )
+        return joined.capped(mode.batch_cap - 1), other_s
+
+    @staticmethod
+    def _cached(mode: Mode, snapshot: Snapshot) -> int:
+        return snapshot.cached_tokens.get(mode.variant, 0) if mode.prefix_cache else 0
+
+    def _errors_of(self, variant: Variant) -> Errors:
+        """The variant's samples; while they are few, with those of other variants and assumed ones."""
+        if variant not in self._errors:
+            state = self._state(variant)
+            samples = list(state.samples)
+            if len(samples) < _POOL_BELOW and not state.assumed:
+                others = (each for name, each in self._states.items() if name != variant and not each.assumed)
+                samples += [sample for each in others for sample in each.samples]
+            if (missing := _ENOUGH - len(samples)) > 0:
+                floor = _ASSUMED_SPREAD if state.assumed else _CALIBRATED_SPREAD
+                samples += assumed_samples(missing, log_deviation=max(floor, log_spread(samples)))
+            self._errors[variant] = Errors(samples)
+        return self._errors[variant]
+
+    def _observe_steps(self, steps: Sequence[StepTime]) -> None:
+        ratios: dict[tuple[Variant, bool], list[float]] = {}
+        for step in steps:
+            duration = step.ended_at_s - step.started_at_s
+            if duration > 0 and step.variant in self._states:
+                predicted = self._states[step.variant].step.step_seconds(step)
+                if predicted > 0:
+                    key = (step.variant, step.prefill_tokens > 0)
+                    ratios.setdefault(key, []).append(duration / predicted)
+        for (variant, prefills), found in ratios.items():
+            state = self._states[variant]
+            (state.prefill if prefills else state.decode).observe(median(found))
+
+    def _observe_pauses(self, timeline: Timeline) -> None:
+        if timeline.started_at_s is not None:
+            self._overhead.observe(timeline.started_at_s - timeline.submitted_at_s)
+        gaps = [
+            after.started_at_s - before.ended_at_s
+            for before, after in zip(timeline.steps, timeline.steps[1:], strict=False)
+        ]
+        if gaps:
+            self._gap.observe(median(gaps))
+
+    @staticmethod
+    def _observe_phases(state: _State, timeline: Timeline) -> None:
+        drifts = (state.prefill, state.decode)
+        for step, drift in zip(phase_steps(timeline), drifts, strict=False):
+            predicted = state.step.step_seconds(step)
+            if predicted > 0:
+                drift.observe((step.ended_at_s - step.started_at_s) / predicted)
+
+    def _refit(self, state: _State) -> None:
+        """Replace the guess by a fit to the traffic seen, and take the errors anew against the fit.
+
+        Errors within the fitted data are too small; their logarithms are widened by sqrt(n / (n - p))
+        for the p = 4 coefficients that such traffic can tell apart.
+        """
+        steps = [step for _, _, timeline in state.seen for step in (timeline.steps or phase_steps(timeline))]
+        variant = state.seen[0][0].variant
+        own = [step for step in steps if step.variant is variant]
+        if not own:
+            return
+        state.step = fit(own)
+        state.prefill, state.decode = Drift(), Drift()
+        n = len(state.seen)
+        widening = math.sqrt(n / max(1, n - 4))
+        state.samples.clear()
+        for mode, snapshot, timeline in state.seen:
+            measured = _measured(mode, timeline)
+            assert measured is not None
+            forecast = self.forecast(mode, snapshot, Work(max_tokens=timeline.n_tokens))
+            ttft, tpot, e2e = _ratios(measured, forecast)
+            state.samples.append((ttft**widening, None if tpot is None else tpot**widening, e2e**widening))
+
+
+def _measured(mode: Mode, timeline: Timeline) -> _Measured | None:
+    """The durations, or None where they say nothing of the mode: no token, or moved to another mode."""
+    ttft = timeline.ttft_ms()
+    spec = mode.speculation
+    expected = {mode.variant, spec.draft_variant if spec is not None else None}
+    if ttft is None or any(step.variant not in expected for step in timeline.steps):
+        return None
+    e2e = timeline.e2e_ms()
+    if e2e is None:
+        e2e = (timeline.tokens[-1].made_at_s - timeline.submitted_at_s) * 1e3
+    measured = _Measured(ttft, timeline.tpot_ms(), e2e)
+    return measured if all(each is None or math.isfinite(each) for each in measured) else None
+
+
+def _ratios(measured: _Measured, forecast: Forecast) -> Sample:
+    def ratio(seen: float, predicted: float) -> float:
+        return min(max(seen / max(predicted, 1e-6), 1 / _WIDEST_RATIO), _WIDEST_RATIO)
+
+    tpot = None
+    if measured.tpot_ms is not None and forecast.tpot_ms is not None:
+        tpot = ratio(measured.tpot_ms, forecast.tpot_ms)
+    return ratio(measured.ttft_ms, forecast.ttft_ms), tpot, ratio(measured.e2e_ms, forecast.e2e_ms)

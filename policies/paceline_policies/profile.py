@@ -1,0 +1,165 @@
+"""What was learned of one model on one machine, ready to be saved and read back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline_engine.backends.base import ModelInfo
+from paceline_engine.errors import InvalidValueError
+from paceline_engine.mode import Variant
+from paceline_policies.conformal import Sample
+from paceline_policies.quality import Quality
+from paceline_policies.step_model import StepModel
+
+FORMAT = 1
+"""Rises when what a saved profile means changes; others are refused."""
+
+_STEP_FIELDS = ("fixed_s", "chunk_s", "small_s", "large_s", "decode_s", "kv_s", "pair_s", "knee", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantProfile:
+    """One variant's speed."""
+
+    step: StepModel
+    prefill_scale: float = 1.0
+    """How much slower than the fit steps that prefill run of late."""
+    decode_scale: float = 1.0
+    samples: tuple[Sample, ...] = ()
+    """Recent ratios measured / predicted, oldest first."""
+    assumed: bool = False
+    """The step model is a guess that traffic has yet to replace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What was learned of one model on one machine."""
+
+    fingerprint: str
+    """Of the model, from ``ModelInfo.fingerprint``."""
+    device: str
+    """The processor's name where it is known, else its kind."""
+    version: str = ""
+    """Of Paceline: another version may run the same model at another speed."""
+    variants: Mapping[Variant, VariantProfile] = field(default_factory=dict[Variant, VariantProfile])
+    qualities: Mapping[Variant, Quality] = field(default_factory=dict[Variant, Quality])
+    overhead_s: float = 0.0
+    """From submission to the first step of an idle engine."""
+    gap_s: float = 0.0
+    """Between two steps of an idle engine."""
+    acceptance: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Share of drafted tokens that were accepted, by kind of speculation."""
+    read_bytes_per_s: Mapping[Variant, float] = field(default_factory=dict[Variant, float])
+    """Weights read per second by a decode step of one sequence."""
+
+    @property
+    def fitted_error(self) -> float:
+        """The worst of the variants' median relative errors over their calibration steps."""
+        return max((each.step.error for each in self.variants.values()), default=0.0)
+
+    def matches(self, info: ModelInfo, *, version: str) -> bool:
+        """Whether it was measured with this model, on this processor, by this version."""
+        device = info.device_name or info.device
+        return (self.fingerprint, self.device, self.version) == (info.fingerprint, device, version)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON can hold."""
+        return {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "device": self.device,
+            "version": self.version,
+            "variants": {str(name): _variant_to_dict(each) for name, each in self.variants.items()},
+            "qualities": {
+                str(name): {"value": each.value, "deviation": each.deviation}
+                for name, each in self.qualities.items()
+            },
+            "overhead_s": self.overhead_s,
+            "gap_s": self.gap_s,
+            "acceptance": dict(self.acceptance),
+            "read_bytes_per_s": {str(name): value for name, value in self.read_bytes_per_s.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> Profile:
+        """Read what ``to_dict`` gave.
+
+        Raises:
+            InvalidValueError: damaged, or written in another format. Calibrate again.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            seen = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise _damaged(seen, limit=f"a saved profile of format {FORMAT}")
+        try:
+            return cls(
+                fingerprint=_text(data["fingerprint"]),
+                device=_text(data["device"]),
+                version=_text(data["version"]),
+                variants={Variant(k): _variant_from_dict(v) for k, v in data["variants"].items()},
+                qualities={
+                    Variant(name): Quality(value=_number(each["value"]), deviation=_number(each["deviation"]))
+                    for name, each in data["qualities"].items()
+                },
+                overhead_s=_number(data["overhead_s"]),
+                gap_s=_number(data["gap_s"]),
+                acceptance={_text(k): min(1.0, _number(v)) for k, v in data["acceptance"].items()},
+                read_bytes_per_s={Variant(k): _number(v) for k, v in data["read_bytes_per_s"].items()},
+            )
+        except InvalidValueError as error:
+            raise _damaged(error.observed, limit=str(error.limit)) from error
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            raise _damaged(error, limit="complete and of the right types") from error
+
+
+def _variant_to_dict(each: VariantProfile) -> dict[str, Any]:
+    return {
+        "step": {name: getattr(each.step, name) for name in _STEP_FIELDS},
+        "prefill_scale": each.prefill_scale,
+        "decode_scale": each.decode_scale,
+        "samples": [list(sample) for sample in each.samples],
+        "assumed": each.assumed,
+    }
+
+
+def _variant_from_dict(data: Mapping[str, Any]) -> VariantProfile:
+    step = {name: _number(data["step"][name]) for name in _STEP_FIELDS if name != "knee"}
+    samples = [
+        (_positive(ttft), None if tpot is None else _positive(tpot), _positive(e2e))
+        for ttft, tpot, e2e in data["samples"]
+    ]
+    return VariantProfile(
+        step=StepModel(**step, knee=int(_number(data["step"]["knee"]))),
+        prefill_scale=_positive(data["prefill_scale"]),
+        decode_scale=_positive(data["decode_scale"]),
+        samples=tuple(samples),
+        assumed=bool(data["assumed"]),
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise _damaged(value, limit="text where text belongs")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _damaged(value, limit="a number where a number belongs")
+    if not (math.isfinite(value) and value >= 0):
+        raise _damaged(value, limit="made of finite numbers, 0 or more")
+    return float(value)
+
+
+def _positive(value: Any) -> float:
+    if (number := _number(value)) == 0:
+        raise _damaged(value, limit="made of ratios above 0")
+    return number
+
+
+def _damaged(observed: object, *, limit: str) -> InvalidValueError:
+    return InvalidValueError(
+        "profile", observed=observed, limit=limit, remedy="drop it and run the calibration again"
+    )
