@@ -1,0 +1,88 @@
+"""The slices of one pass, packed into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline_engine.kernels import AttentionMeta
+from paceline_engine.model.base import Logits, SequenceSlice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """T tokens of S sequences, one sequence after the other."""
+
+    token_ids: Tensor
+    """int64 [T]"""
+    positions: Tensor
+    """int64 [T]"""
+    slots: Tensor
+    """int64 [T]: where each token's KV goes, ``block * block_size + offset``."""
+    meta: AttentionMeta
+    logit_rows: Tensor | None
+    """int64 [R]: the tokens whose logits are asked for; None where all are."""
+
+    @classmethod
+    def pack(cls, slices: Sequence[SequenceSlice], *, block_size: int, device: torch.device) -> PackedBatch:
+        lengths = np.array([len(item.token_ids) for item in slices], dtype=np.int64)
+        assert len(slices) > 0
+        assert lengths.min() > 0, "a slice without tokens"
+        starts = np.zeros(len(slices) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=starts[1:])
+        firsts = np.array([item.position for item in slices], dtype=np.int64)
+
+        n_tokens = int(starts[-1])
+        sequence = np.repeat(np.arange(len(slices)), lengths)
+        positions = np.arange(n_tokens) - starts[sequence] + firsts[sequence]
+        tables = _block_tables(slices, block_size)
+        slots = tables[sequence, positions // block_size].astype(np.int64) * block_size
+        slots += positions % block_size
+
+        def put(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        rows = _logit_rows(slices, starts)
+        return cls(
+            token_ids=put(np.concatenate([np.asarray(item.token_ids, dtype=np.int64) for item in slices])),
+            positions=put(positions),
+            slots=put(slots),
+            meta=AttentionMeta(
+                query_starts=put(starts.astype(np.int32)),
+                positions=put(firsts.astype(np.int32)),
+                block_tables=put(tables),
+            ),
+            logit_rows=None if len(rows) == n_tokens else put(rows),
+        )
+
+
+def _block_tables(
+    slices: Sequence[SequenceSlice], block_size: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """int32 [S, max_blocks], filled up with 0 where a sequence has fewer blocks."""
+    counts = [-(-(item.position + len(item.token_ids)) // block_size) for item in slices]
+    tables = np.zeros((len(slices), max(counts)), dtype=np.int32)
+    for row, (item, count) in enumerate(zip(slices, counts, strict=True)):
+        assert len(item.block_table) >= count, "the block table does not cover the slice"
+        tables[row, :count] = item.block_table[:count]
+    return tables
+
+
+def _logit_rows(
+    slices: Sequence[SequenceSlice], starts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    rows: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
+    for index, item in enumerate(slices):
+        end = starts[index + 1]
+        match item.logits:
+            case Logits.ALL:
+                rows.append(np.arange(starts[index], end))
+            case Logits.LAST:
+                rows.append(np.arange(end - 1, end))
+            case Logits.NONE:
+                pass
+    return np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)

@@ -1,0 +1,96 @@
+"""One decoder for every family that is read: Gemma 3, Llama, Mistral, Qwen 2 and Qwen 3.
+
+Pre-norm transformer (Vaswani et al., 2017) with grouped-query attention (Ainslie et al., 2023), RMSNorm
+(Zhang and Sennrich, 2019), rotary positions and gated feed-forwards (Shazeer, 2020); what differs between
+the families is in ``ModelSpec``. Activations and the residual stream are fp32 in every variant.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline_engine import kernels
+from paceline_engine.model.batch import PackedBatch
+from paceline_engine.model.kv import PagedKV
+from paceline_engine.model.ops import attention, linear
+from paceline_engine.model.rope import Rope
+from paceline_engine.model.spec import LayerKind, ModelSpec
+from paceline_engine.model.weights import DecoderWeights, LayerWeights
+
+
+class Decoder:
+    """Runs packed tokens through the layers of one spec, with the weights of any variant."""
+
+    def __init__(self, spec: ModelSpec, *, device: torch.device) -> None:
+        self._spec = spec
+        full = Rope.build(spec.rope, head_dim=spec.head_dim, device=device)
+        self._ropes = {LayerKind.FULL: full, LayerKind.SLIDING: full}
+        if spec.local_rope is not None:
+            local = Rope.build(spec.local_rope, head_dim=spec.head_dim, device=device)
+            self._ropes[LayerKind.SLIDING] = local
+        self._kinds = spec.layer_kinds or (LayerKind.FULL,) * spec.n_layers
+
+    def forward(self, batch: PackedBatch, weights: DecoderWeights, kv: PagedKV) -> Tensor:
+        """Write the tokens' KV and give the logits that the batch asks for, fp32 [R, vocab]."""
+        spec = self._spec
+        rotations = {kind: self._ropes[kind].at(batch.positions) for kind in set(self._kinds)}
+        residual = weights.embedding.dequantize(batch.token_ids)  # [T, hidden]
+        residual = residual * spec.embedding_scale
+        normed = kernels.rms_norm(residual, weights.layers[0].attention_norm, spec.norm_eps)
+        for index, layer in enumerate(weights.layers):
+            mixed = self._attend(index, layer, normed, rotations[self._kinds[index]], batch, kv)
+            is_last = index + 1 == spec.n_layers
+            if is_last and batch.logit_rows is not None:
+                # Past the last KV write only the rows whose logits are asked for matter.
+                mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
+                if not mixed.shape[0]:
+                    return mixed.new_empty((0, spec.vocab_size))
+            normed = kernels.residual_norm(
+                _add_bias(linear(mixed, layer.o), layer.o_bias),
+                residual,
+                layer.ffn_norm,
+                spec.norm_eps,
+                post_weight=layer.post_attention_norm,
+            )
+            gated = kernels.gated_activation(linear(normed, layer.gate_up), spec.activation)
+            normed = kernels.residual_norm(
+                linear(gated, layer.down),
+                residual,
+                weights.final_norm if is_last else weights.layers[index + 1].attention_norm,
+                spec.norm_eps,
+                post_weight=layer.post_ffn_norm,
+            )
+        return linear(normed, weights.output)
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        normed: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        batch: PackedBatch,
+        kv: PagedKV,
+    ) -> Tensor:
+        """Attention of one layer before its output projection, [T, n_heads * head_dim]."""
+        spec = self._spec
+        keys, values = kv.keys[index], kv.values[index]
+        q = kernels.rope_and_cache(
+            linear(normed, layer.qkv),
+            *rotation,
+            batch.slots,
+            keys,
+            values,
+            n_heads=spec.n_heads,
+            bias=layer.qkv_bias,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=spec.norm_eps,
+        )
+        window = spec.sliding_window if self._kinds[index] is LayerKind.SLIDING else None
+        mixed = attention(q, keys, values, batch.meta, scale=spec.attention_scale, window=window)
+        return mixed.flatten(1)
+
+
+def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias

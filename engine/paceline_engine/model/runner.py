@@ -1,0 +1,151 @@
+"""Runs a checkpoint's variants with torch, over one paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from paceline_engine.backends.base import OnProgress, Progress
+from paceline_engine.loading.base import Checkpoint
+from paceline_engine.mode import Variant
+from paceline_engine.model.base import SequenceSlice
+from paceline_engine.model.batch import PackedBatch
+from paceline_engine.model.decoder import Decoder
+from paceline_engine.model.kv import PagedKV
+from paceline_engine.model.spec import ModelSpec
+from paceline_engine.model.weights import DecoderWeights
+from paceline_engine.quant.matrix import Matrix, to_device
+from paceline_engine.quant.store import WeightStore
+
+
+class TorchRunner:
+    """A ``ModelRunner`` on one device. Build it with ``load``.
+
+    Not thread-safe: one step loop drives it.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, variants: Sequence[Variant], kv: PagedKV, store: WeightStore
+    ) -> None:
+        self._spec = checkpoint.spec
+        self._variants = tuple(variants)
+        self._kv = kv
+        self._device = kv.keys.device
+        self._store = store
+        self._decoder = Decoder(self._spec, device=self._device)
+        self._vectors = {name: tensor.to(self._device) for name, tensor in store.vectors().items()}
+        self._weights: dict[Variant, DecoderWeights] = {}
+        self._embeddings: dict[Variant, Matrix] = {}
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        variants: Sequence[Variant],
+        device: str | torch.device = "cpu",
+        n_blocks: int,
+        block_size: int = 16,
+        kv_dtype: torch.dtype | None = None,
+        on_progress: OnProgress | None = None,
+        cache_dir: Path | None = None,
+        lazy: bool = False,
+    ) -> Self:
+        """Open a checkpoint's variants.
+
+        Args:
+            variants: those that may be run, best quality first.
+            kv_dtype: None for bf16, or fp32 where only the fp32 reference is run.
+            on_progress: told of the conversion (stage ``convert``), where the cache does not have it.
+            cache_dir: where converted weights are kept; None for the user's cache folder.
+            lazy: convert or map a variant when it is first used, not now.
+
+        Raises:
+            ModelError: the checkpoint's weights are damaged, absent or not supported.
+        """
+        assert variants, "a runner without variants"
+        where = torch.device(device)
+        if kv_dtype is None:
+            kv_dtype = torch.float32 if set(variants) == {Variant.FP32} else torch.bfloat16
+        kv = PagedKV.allocate(
+            checkpoint.spec, n_blocks=n_blocks, block_size=block_size, dtype=kv_dtype, device=where
+        )
+        store = WeightStore(checkpoint, directory=cache_dir)
+        runner = cls(checkpoint, variants=variants, kv=kv, store=store)
+        if not lazy:
+            for index, variant in enumerate(runner.variants):
+                runner._load_variant(variant, on_progress, part=index, n_parts=len(runner.variants))
+        return runner
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def n_blocks(self) -> int:
+        return self._kv.n_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._kv.block_size
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        return self._variants
+
+    @property
+    def kv(self) -> PagedKV:
+        return self._kv
+
+    def bytes_per_variant(self) -> Mapping[Variant, int]:
+        """Bytes of weights that a decode step of one token reads; loads what is not loaded yet."""
+        return {variant: self._weights_of(variant).bytes_per_step for variant in self._variants}
+
+    def forward(self, slices: Sequence[SequenceSlice], variant: Variant) -> Tensor:
+        """One pass over all slices; writes their KV. fp32 logits [rows, vocab_size]."""
+        assert variant in self._variants, f"{variant} is not among the runner's variants"
+        weights = self._weights_of(variant)
+        with torch.inference_mode():
+            batch = PackedBatch.pack(slices, block_size=self.block_size, device=self._device)
+            return self._decoder.forward(batch, weights, self._kv)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block's KV in all layers (copy on write)."""
+        self._kv.copy_block(source, target)
+
+    def _weights_of(self, variant: Variant) -> DecoderWeights:
+        if variant not in self._weights:
+            self._load_variant(variant, None, part=0, n_parts=1)
+        return self._weights[variant]
+
+    def _load_variant(
+        self, variant: Variant, on_progress: OnProgress | None, *, part: int, n_parts: int
+    ) -> None:
+        def report(fraction: float, message: str) -> None:
+            if on_progress is not None:
+                on_progress(Progress(stage="convert", done=(part + fraction) / n_parts, message=message))
+
+        self._weights[variant] = DecoderWeights.assemble(
+            self._spec,
+            variant,
+            matrices=self._store.matrices(variant, on_fraction=report),
+            vectors=self._vectors,
+            embedding=self._embedding_of(variant),
+            device=self._device,
+        )
+        report(1.0, f"{variant} is ready")
+
+    def _embedding_of(self, variant: Variant) -> Matrix | None:
+        """An untied embedding table, shared by all variants but the fp32 reference."""
+        if self._spec.tied_embeddings:
+            return None
+        precision = Variant.FP32 if variant is Variant.FP32 else Variant.BF16
+        if precision not in self._embeddings:
+            table = self._store.embedding(precision)
+            assert table is not None
+            self._embeddings[precision] = to_device(table, precision, self._device)
+        return self._embeddings[precision]

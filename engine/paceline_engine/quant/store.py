@@ -1,0 +1,191 @@
+"""Converted weights, kept on disk so that only the first start dequantizes and rounds.
+
+One safetensors file holds one variant of one checkpoint; its header names the checkpoint's digest, the
+format and a checksum of the data. A file that does not fit is made anew, and a disk that cannot be written
+costs nothing but the next start's time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline_engine.cache_dir import cache_root
+from paceline_engine.errors import ModelLoadError
+from paceline_engine.loading.base import Checkpoint
+from paceline_engine.mode import Variant
+from paceline_engine.quant import layout
+from paceline_engine.quant.layout import Part
+from paceline_engine.quant.matrix import Matrix, pack, unpack
+
+FORMAT_VERSION = "1"
+"""Raised whenever the layout or the rounding of a variant changes."""
+OnFraction = Callable[[float, str], None]
+_SEPARATOR = ":"
+_LOG = logging.getLogger(__name__)
+
+
+class _DoesNotFitError(Exception):
+    """A file in the cache is not what its name says."""
+
+
+class WeightStore:
+    """Gives one checkpoint's weights in any variant, from the cache where it can.
+
+    Args:
+        directory: where converted weights are kept; None for the user's cache folder.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, directory: Path | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._directory = (cache_root() if directory is None else directory) / "weights"
+
+    def matrices(self, variant: Variant, *, on_fraction: OnFraction | None = None) -> dict[str, Matrix]:
+        """The matrices of one variant by their name in ``layout``.
+
+        Args:
+            on_fraction: called with the share that is converted, where it is not cached.
+
+        Raises:
+            ModelLoadError: a tensor of the checkpoint is absent, damaged or of another shape.
+        """
+        parts = layout.matrices(self._checkpoint.spec)
+        return self._load(str(variant), parts, variant, on_fraction)
+
+    def embedding(self, variant: Variant) -> Matrix | None:
+        """The embedding table where it is not the output matrix. Errors as ``matrices``.
+
+        A step reads one of its rows a token, so a low precision would save no time: it is bf16, or fp32
+        for the reference.
+        """
+        part = layout.embedding(self._checkpoint.spec)
+        if part is None:
+            return None
+        precision = Variant.FP32 if variant is Variant.FP32 else Variant.BF16
+        return self._load("embedding", (part,), precision, None)[part.name]
+
+    def vectors(self) -> dict[str, Tensor]:
+        """Norms and biases by their name in ``layout``, fp32. Errors as ``matrices``."""
+        return {part.name: self._source(part).float() for part in layout.vectors(self._checkpoint.spec)}
+
+    def _load(
+        self, kind: str, parts: tuple[Part, ...], precision: Variant, on_fraction: OnFraction | None
+    ) -> dict[str, Matrix]:
+        # The fp32 reference is for tests and comparisons: not worth a file larger than all others together.
+        cached = precision is not Variant.FP32
+        path = self._path(kind)
+        if cached and path.exists():
+            try:
+                return _assemble(parts, self._read(path, kind), precision)
+            except (_DoesNotFitError, OSError, SafetensorError, ValueError, TypeError) as error:
+                _LOG.warning("converting again, since %s cannot be used: %s", path, error)
+        found = self._convert(parts, precision, on_fraction)
+        if cached:
+            self._write(path, kind, _flatten(found))
+        return found
+
+    def _path(self, kind: str) -> Path:
+        return self._directory / f"{self._checkpoint.digest[:32]}-{kind}-v{FORMAT_VERSION}.safetensors"
+
+    def _source(self, part: Part) -> Tensor:
+        """What a part is made of, stacked, in the checkpoint's own type."""
+        tensors = [self._checkpoint.tensor(name) for name in part.sources]
+        stacked = tensors[0] if len(tensors) == 1 else torch.cat([item.float() for item in tensors])
+        if tuple(stacked.shape) != part.shape:
+            raise ModelLoadError(
+                str(self._checkpoint.path),
+                reason=f"its shape gives {list(stacked.shape)} where the model needs {list(part.shape)}",
+                remedy="fetch the model again; its metadata and weights do not fit together",
+                tensor=part.sources[0],
+            )
+        return stacked
+
+    def _convert(
+        self, parts: tuple[Part, ...], variant: Variant, on_fraction: OnFraction | None
+    ) -> dict[str, Matrix]:
+        found: dict[str, Matrix] = {}
+        total = sum(part.shape[0] * part.shape[1] for part in parts)
+        done = 0
+        for part in parts:
+            found[part.name] = pack(self._source(part), variant)
+            done += part.shape[0] * part.shape[1]
+            if on_fraction is not None:
+                on_fraction(done / total, f"{variant}: {part.name}")
+        return found
+
+    def _header(self, kind: str) -> dict[str, str]:
+        return {"paceline": FORMAT_VERSION, "digest": self._checkpoint.digest, "kind": kind}
+
+    def _read(self, path: Path, kind: str) -> dict[str, Tensor]:
+        """The file's tensors, mapped into memory."""
+        with safe_open(path, framework="pt") as file:
+            opened: Any = file
+            header: dict[str, str] = opened.metadata() or {}
+            tensors: dict[str, Tensor] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        expected = self._header(kind)
+        if {name: header.get(name) for name in expected} != expected:
+            raise _DoesNotFitError("it was made from another checkpoint or by another version")
+        if header.get("crc32") != _checksum(tensors):
+            raise _DoesNotFitError("its checksum does not match its data")
+        return tensors
+
+    def _write(self, path: Path, kind: str, tensors: dict[str, Tensor]) -> None:
+        """Write beside the target and rename, so that no reader ever sees half a file."""
+        temporary: str | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+            os.close(handle)
+            header = self._header(kind) | {"crc32": _checksum(tensors)}
+            save_file(tensors, temporary, metadata=header)
+            Path(temporary).replace(path)
+        except (OSError, SafetensorError) as error:
+            _LOG.warning("the converted weights are not kept in %s: %s", path.parent, error)
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    Path(temporary).unlink(missing_ok=True)
+
+
+def _flatten(matrices: Mapping[str, Matrix]) -> dict[str, Tensor]:
+    return {
+        f"{name}{_SEPARATOR}{field}": tensor
+        for name, matrix in matrices.items()
+        for field, tensor in matrix.tensors().items()
+    }
+
+
+def _assemble(parts: Iterable[Part], tensors: Mapping[str, Tensor], variant: Variant) -> dict[str, Matrix]:
+    """Undo ``_flatten``, checking that every part is there in its shape."""
+    fields: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, field = key.rpartition(_SEPARATOR)
+        fields.setdefault(name, {})[field] = tensor
+    found: dict[str, Matrix] = {}
+    for part in parts:
+        if part.name not in fields:
+            raise _DoesNotFitError(f"{part.name} is missing")
+        matrix = unpack(fields[part.name], variant)
+        if matrix.shape != part.shape:
+            raise _DoesNotFitError(f"{part.name} has another shape")
+        found[part.name] = matrix
+    return found
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 over the tensors' bytes in the order of their names: for damage, not for malice."""
+    checksum = 0
+    for name in sorted(tensors):
+        data = tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+        checksum = zlib.crc32(data.data, zlib.crc32(name.encode(), checksum))
+    return f"{checksum:08x}"
