@@ -1,0 +1,133 @@
+"""Opens the real engine in the worker, and the tokenizer in the client."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
+from paceline_engine.backends.embedded.config import EmbeddedConfig
+from paceline_engine.backends.embedded.loop import OpenedEngine
+from paceline_engine.errors import InvalidValueError, MissingExtraError
+from paceline_engine.loading.base import Tokenizer
+from paceline_engine.schedule.base import StepPolicy
+
+if TYPE_CHECKING:
+    import torch
+
+
+def open_engine(
+    config: EmbeddedConfig, *, step_policy: StepPolicy | None, on_progress: OnProgress
+) -> OpenedEngine:
+    """Load the checkpoint's variants and build the engine over them.
+
+    Raises:
+        ModelError: the model cannot be found, read or run.
+        MissingExtraError: torch is not installed.
+        InvalidValueError: a device that is not there.
+    """
+    on_progress(Progress(stage="load", done=0.0, message="importing torch"))
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingExtraError("engine", needed_for="the embedded backend") from error
+    from paceline_engine.core import Engine, EngineConfig
+    from paceline_engine.loading import open_checkpoint
+    from paceline_engine.loading import open_tokenizer as read_tokenizer
+    from paceline_engine.model.runner import TorchRunner
+
+    torch.set_num_threads(config.threads)
+    device = _device(config.device)
+    on_progress(Progress(stage="load", done=0.1, message=f"opening {config.model}"))
+    checkpoint = open_checkpoint(config.model)
+    tokenizer = read_tokenizer(config.model)
+    runner = TorchRunner.load(
+        checkpoint,
+        variants=config.variants,
+        device=device,
+        n_blocks=config.blocks(context_tokens=checkpoint.spec.context_tokens),
+        block_size=config.block_size,
+        on_progress=on_progress,
+        cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
+    )
+    fingerprint = _fingerprint(checkpoint.digest, config, device)
+    engine = Engine(
+        runner,
+        tokenizer,
+        config=EngineConfig(
+            max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+            max_sequences=config.max_sequences,
+            model_fingerprint=fingerprint,
+        ),
+        step_policy=step_policy,
+    )
+    info = ModelInfo(
+        name=checkpoint.name,
+        fingerprint=fingerprint,
+        context_tokens=checkpoint.spec.context_tokens,
+        vocab_size=checkpoint.spec.vocab_size,
+        variants=config.variants,
+        bytes_per_variant=dict(runner.bytes_per_variant()),
+        device=device.type,
+        device_name=_device_name(device),
+        has_chat_template=tokenizer.has_chat_template,
+    )
+    return OpenedEngine(engine=engine, info=info)
+
+
+def open_tokenizer(config: EmbeddedConfig) -> Tokenizer:
+    """The model's tokenizer; needs no torch.
+
+    Raises:
+        ModelError: the model cannot be found, or its tokenizer not be read.
+        MissingExtraError: the ``tokenizers`` package is not installed.
+    """
+    from paceline_engine.loading import open_tokenizer as read_tokenizer
+
+    return read_tokenizer(config.model)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    there = device is not None and (
+        device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
+    )
+    if device is None or not there:
+        raise InvalidValueError(
+            "device",
+            observed=name,
+            limit=f"cpu, or one of {torch.cuda.device_count()} CUDA devices",
+            remedy="use 'auto' to take what is there",
+        )
+    return device
+
+
+def _fingerprint(digest: str, config: EmbeddedConfig, device: torch.device) -> str:
+    """Of the weights and of what else changes the speed or the last bits of the output."""
+    import torch
+
+    parts = (digest, device.type, str(config.threads), str(config.block_size), torch.__version__)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _device_name(device: torch.device) -> str:
+    """The processor, as its maker calls it."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

@@ -1,0 +1,139 @@
+"""The worker process: ``python -m paceline_engine.backends.embedded.worker SOCKET_FD PARENT_PID``.
+
+Threads: the main one loads and steps; one blocks on the socket and carries out commands; one watches the
+parent. The latter two sleep in the kernel, so that they never contend with a step for the interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from paceline_engine.backends.embedded.loop import EngineLoop, load_policy
+from paceline_engine.backends.embedded.messages import (
+    Close,
+    Connection,
+    Event,
+    Launch,
+    Loading,
+    Ready,
+    StartFailed,
+    portable,
+)
+from paceline_engine.errors import BackendError, ModelLoadError, PacelineError
+
+_WATCH_INTERVAL_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    sock, parent_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    die_with_parent(parent_pid)
+    # Ctrl-C reaches the whole process group; whether to end is the client's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    connection = Connection(sock)
+    launch = connection.receive()
+    if not isinstance(launch, Launch):
+        os._exit(0)
+
+    def emit(event: Event) -> None:
+        try:
+            connection.send(event)
+        except OSError:
+            os._exit(0)
+
+    commands = Commands(connection)
+    threading.Thread(target=commands.serve, name="paceline-commands", daemon=True).start()
+    try:
+        loop = open_loop(launch, emit)
+    except BaseException as error:
+        traceback.print_exc()
+        emit(StartFailed(error=start_error(error, launch.config.model)))
+        os._exit(1)
+    # What loading made lives as long as the process: keep collections between steps short.
+    gc.collect()
+    gc.freeze()
+    commands.attach(loop)
+    loop.run()
+    # Nothing here needs flushing, and tearing torch down takes longer than a client should wait.
+    os._exit(0)
+
+
+def open_loop(launch: Launch, emit: Any) -> EngineLoop:
+    """Load the model and report ``Ready``; commands come after that."""
+    config = launch.config
+    policy = load_policy(config.step_policy, launch.step_policy_numbers)
+    source = importlib.import_module(config.source)
+    opened = source.open_engine(
+        config, step_policy=policy, on_progress=lambda progress: emit(Loading(progress=progress))
+    )
+    loop = EngineLoop(opened.engine, emit=emit, policy=policy)
+    emit(Ready(info=opened.info))
+    return loop
+
+
+def start_error(error: BaseException, model: str) -> PacelineError:
+    """What the client's ``start`` raises."""
+    found = portable(error)
+    if not isinstance(error, PacelineError) or type(found) is BackendError:
+        return ModelLoadError(
+            model, reason=f"loading failed with {type(error).__name__}: {error}", remedy="see the cause named"
+        )
+    return found
+
+
+class Commands:
+    """Reads the socket. Before there is a loop only ``Close`` and the end of the socket matter."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._loop: EngineLoop | None = None
+        self._attached = threading.Event()
+
+    def attach(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._attached.set()
+
+    def serve(self) -> None:
+        while (command := self._connection.receive()) is not None:
+            if isinstance(command, Close):
+                break
+            self._attached.wait()
+            assert self._loop is not None
+            self._loop.handle(command)
+        # Also in mid-step or mid-load: whoever asked is gone or has let go.
+        os._exit(0)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End within moments of the parent's death, whatever this process does then.
+
+    The kernel's signal (Linux) comes even while a library holds the interpreter lock. It fires when the
+    *thread* that started this process ends, which is right because that thread reads our socket until the
+    end. Elsewhere, and should it be lost, a thread polls: a child forked by the agent may hold the
+    socket's other end open, so the end of the socket alone is not enough.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_WATCH_INTERVAL_S)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="paceline-parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
