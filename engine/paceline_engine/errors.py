@@ -126,6 +126,9 @@ class InfeasibleError(PacelineError):
         super().__init__(message)
         self.decision = decision
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
 
 class GenerationError(PacelineError):
     """A generation that began and did not end well. Nothing produced is lost.

@@ -192,7 +192,7 @@ def _forget_in_forked_children(transport: ProcessTransport) -> None:
 def _environment(n_threads: int) -> dict[str, str]:
     """Ours, with our import path and the thread counts that libraries read when they are loaded."""
     threads = str(n_threads)
-    paths = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
+    paths = [path or os.getcwd() for path in sys.path]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",

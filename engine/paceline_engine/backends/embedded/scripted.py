@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig

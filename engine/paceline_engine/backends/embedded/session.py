@@ -196,8 +196,10 @@ class Session:
                 if call.unfinished == 0:
                     self.release(call)
             call.inbox.put(chunk)
-        for call_id, result in (*output.scores, *output.errors):
-            self._end(call_id, result)
+        for call_id, score in output.scores:
+            self._end(call_id, score)
+        for call_id, error in output.errors:
+            self._end(call_id, error)
 
     def _end(self, call_id: str, item: ScoreResult | Snapshot | PacelineError) -> None:
         call = self._calls.get(call_id)

@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from collections.abc import Callable
 
+from paceline_engine.backends.base import Progress
 from paceline_engine.backends.embedded.loop import EngineLoop, load_policy
 from paceline_engine.backends.embedded.messages import (
     Close,
@@ -70,14 +71,16 @@ def main() -> None:
     os._exit(0)
 
 
-def open_loop(launch: Launch, emit: Any) -> EngineLoop:
+def open_loop(launch: Launch, emit: Callable[[Event], None]) -> EngineLoop:
     """Load the model and report ``Ready``; commands come after that."""
     config = launch.config
     policy = load_policy(config.step_policy, launch.step_policy_numbers)
     source = importlib.import_module(config.source)
-    opened = source.open_engine(
-        config, step_policy=policy, on_progress=lambda progress: emit(Loading(progress=progress))
-    )
+
+    def report(progress: Progress) -> None:
+        emit(Loading(progress=progress))
+
+    opened = source.open_engine(config, step_policy=policy, on_progress=report)
     loop = EngineLoop(opened.engine, emit=emit, policy=policy)
     emit(Ready(info=opened.info))
     return loop
