@@ -11,6 +11,7 @@ from paceline_engine.errors import InvalidValueError
 from paceline_engine.mode import Variant
 from paceline_engine.timeline import StepTime, Timeline
 from paceline_policies.conformal import Sample
+from paceline_policies.modes import offered_variants
 from paceline_policies.profile import Profile, VariantProfile
 from paceline_policies.quality import Quality
 from paceline_policies.step_model import StepModel, fit, phase_steps
@@ -66,8 +67,7 @@ def probes(info: ModelInfo, quick: bool = False) -> tuple[Probe, ...]:
                 max_tokens=max_tokens,
                 concurrency=concurrency,
             )
-            for variant in info.variants
-            if variant is not Variant.FP32
+            for variant in offered_variants(info)
         )
     return tuple(found)
 

@@ -82,7 +82,7 @@ class Errors:
         n_over = int(np.count_nonzero(overshoot > 1.0))
         if n_over:
             return float(n - n_over) / (n + 1)
-        return 1.0 - float(overshoot.max()) ** TAIL_EXPONENT / (n + 1)
+        return 1.0 - math.pow(float(overshoot.max()), TAIL_EXPONENT) / (n + 1)
 
 
 def quantile(ascending: FloatArray, q: float) -> float:
@@ -93,7 +93,7 @@ def quantile(ascending: FloatArray, q: float) -> float:
     rank = math.ceil((n + 1) * q - 1e-9)
     if rank <= n:
         return float(ascending[max(rank, 1) - 1])
-    return float(ascending[-1]) * ((1.0 / (n + 1)) / (1.0 - q)) ** (1.0 / TAIL_EXPONENT)
+    return float(ascending[-1]) * math.pow(1.0 / ((n + 1) * (1.0 - q)), 1.0 / TAIL_EXPONENT)
 
 
 def assumed_samples(n: int, *, log_deviation: float) -> list[Sample]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline_policies.conformal import Errors
 from paceline_policies.decision import Estimate, Prediction
@@ -34,6 +34,14 @@ class Work:
     choices: int = 1
 
 
+class Durations(NamedTuple):
+    """In milliseconds; ``tpot_ms`` is None where at most one token is made."""
+
+    ttft_ms: float
+    tpot_ms: float | None
+    e2e_ms: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """A prediction that can be asked for probabilities."""
@@ -47,19 +55,23 @@ class Forecast:
 
     @property
     def prediction(self) -> Prediction:
-        ttft = Estimate(
-            p50_ms=self.ttft_ms * self.errors.ttft(0.5), p90_ms=self.ttft_ms * self.errors.ttft(0.9)
+        middle, late = self.at(0.5), self.at(0.9)
+        tpot = None
+        if middle.tpot_ms is not None and late.tpot_ms is not None:
+            tpot = Estimate(p50_ms=middle.tpot_ms, p90_ms=late.tpot_ms)
+        return Prediction(
+            ttft=Estimate(p50_ms=middle.ttft_ms, p90_ms=late.ttft_ms),
+            tpot=tpot,
+            e2e=Estimate(p50_ms=middle.e2e_ms, p90_ms=late.e2e_ms),
         )
+
+    def at(self, q: float) -> Durations:
+        """The q-quantile of each duration by itself."""
+        ttft = self.ttft_ms * self.errors.ttft(q)
         if self.tpot_ms is None:
-            return Prediction(ttft=ttft, tpot=None, e2e=ttft)
-        tpot = Estimate(
-            p50_ms=self.tpot_ms * self.errors.tpot(0.5), p90_ms=self.tpot_ms * self.errors.tpot(0.9)
-        )
-        e2e = Estimate(
-            p50_ms=max(ttft.p50_ms, self.e2e_ms * self.errors.e2e(0.5)),
-            p90_ms=max(ttft.p90_ms, self.e2e_ms * self.errors.e2e(0.9)),
-        )
-        return Prediction(ttft=ttft, tpot=tpot, e2e=e2e)
+            return Durations(ttft_ms=ttft, tpot_ms=None, e2e_ms=ttft)
+        e2e = max(ttft, self.e2e_ms * self.errors.e2e(q))
+        return Durations(ttft_ms=ttft, tpot_ms=self.tpot_ms * self.errors.tpot(q), e2e_ms=e2e)
 
     def p_meet(self, budgets: Budgets) -> float:
         """Probability that every budget is met at once.

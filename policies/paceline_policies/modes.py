@@ -15,13 +15,16 @@ def candidate_modes(
 ) -> tuple[Mode, ...]:
     """One mode for each variant that the model serves, then each with every kind of speculation.
 
-    fp32 is the reference for tests: it is offered only where nothing else is. A variant that drafts for
-    itself would only add work, so such pairs are left out.
+    A variant that drafts for itself would only add work, so such pairs are left out.
     """
-    variants = tuple(each for each in info.variants if each is not Variant.FP32) or info.variants
     return tuple(
         Mode(variant=variant, speculation=speculation, prefix_cache=prefix_cache, batch_cap=batch_cap)
-        for variant in variants
+        for variant in offered_variants(info)
         for speculation in (None, *speculations)
         if speculation is None or speculation.draft_variant is not variant
     )
+
+
+def offered_variants(info: ModelInfo) -> tuple[Variant, ...]:
+    """The variants to choose from, best first. fp32, the reference for tests, only where it is alone."""
+    return tuple(each for each in info.variants if each is not Variant.FP32) or info.variants
