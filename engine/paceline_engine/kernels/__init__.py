@@ -1,7 +1,9 @@
-"""What the decoder multiplies, attends and norms with: C++ where it was built, else torch. Importing needs torch."""
+"""What the decoder multiplies, attends and norms with: C++ where it was built, else torch.
+
+Importing this package needs torch; importing ``paceline_engine`` does not.
+"""
 
 from paceline_engine.kernels.meta import AttentionMeta
-from paceline_engine.kernels.native import describe
 from paceline_engine.kernels.ops import (
     gated_activation,
     linear_bf16,
@@ -15,6 +17,7 @@ from paceline_engine.kernels.ops import (
     rope_and_cache,
 )
 from paceline_engine.kernels.packing import pack_fp8, pack_int4, pack_int8
+from paceline_engine.kernels.selection import describe
 from paceline_engine.kernels.weights import INT4_GROUP, Bf16Weight, Fp8Weight, Int4Weight, Int8Weight
 
 __all__ = [

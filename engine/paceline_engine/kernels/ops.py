@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.kernels import fallback
 from paceline_engine.kernels.meta import AttentionMeta
-from paceline_engine.kernels.native import native_for
+from paceline_engine.kernels.selection import native_for
 from paceline_engine.kernels.weights import Bf16Weight, Fp8Weight, Int4Weight, Int8Weight
 from paceline_engine.model.spec import Activation
 
