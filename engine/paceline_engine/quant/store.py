@@ -7,10 +7,7 @@ costs nothing but the next start's time.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline_engine.cache_dir import cache_root
 from paceline_engine.errors import ModelLoadError
 from paceline_engine.loading.base import Checkpoint
+from paceline_engine.loading.cache import cache_dir, write_atomically
 from paceline_engine.mode import Variant
 from paceline_engine.quant import layout
 from paceline_engine.quant.layout import Part
@@ -49,7 +46,7 @@ class WeightStore:
 
     def __init__(self, checkpoint: Checkpoint, *, directory: Path | None = None) -> None:
         self._checkpoint = checkpoint
-        self._directory = (cache_root() if directory is None else directory) / "weights"
+        self._directory = (cache_dir() if directory is None else directory) / "weights"
 
     def matrices(self, variant: Variant, *, on_fraction: OnFraction | None = None) -> dict[str, Matrix]:
         """The matrices of one variant by their name in ``layout``.
@@ -101,15 +98,16 @@ class WeightStore:
     def _source(self, part: Part) -> Tensor:
         """What a part is made of, stacked, in the checkpoint's own type."""
         tensors = [self._checkpoint.tensor(name) for name in part.sources]
-        stacked = tensors[0] if len(tensors) == 1 else torch.cat([item.float() for item in tensors])
-        if tuple(stacked.shape) != part.shape:
-            raise ModelLoadError(
-                str(self._checkpoint.path),
-                reason=f"its shape gives {list(stacked.shape)} where the model needs {list(part.shape)}",
-                remedy="fetch the model again; its metadata and weights do not fit together",
-                tensor=part.sources[0],
-            )
-        return stacked
+        n_rows = sum(tensor.shape[0] for tensor in tensors)
+        for name, tensor in zip(part.sources, tensors, strict=True):
+            if tensor.shape[1:] != part.shape[1:] or n_rows != part.shape[0]:
+                raise ModelLoadError(
+                    str(self._checkpoint.path),
+                    reason=f"{list(tensor.shape)} does not fit {list(part.shape)}, which the metadata asks for",
+                    remedy="fetch the model again: its metadata and weights are not of one model",
+                    tensor=name,
+                )
+        return tensors[0] if len(tensors) == 1 else torch.cat([item.float() for item in tensors])
 
     def _convert(
         self, parts: tuple[Part, ...], variant: Variant, on_fraction: OnFraction | None
@@ -141,20 +139,11 @@ class WeightStore:
         return tensors
 
     def _write(self, path: Path, kind: str, tensors: dict[str, Tensor]) -> None:
-        """Write beside the target and rename, so that no reader ever sees half a file."""
-        temporary: str | None = None
+        header = self._header(kind) | {"crc32": _checksum(tensors)}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-            os.close(handle)
-            header = self._header(kind) | {"crc32": _checksum(tensors)}
-            save_file(tensors, temporary, metadata=header)
-            Path(temporary).replace(path)
+            write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=header))
         except (OSError, SafetensorError) as error:
             _LOG.warning("the converted weights are not kept in %s: %s", path.parent, error)
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    Path(temporary).unlink(missing_ok=True)
 
 
 def _flatten(matrices: Mapping[str, Matrix]) -> dict[str, Tensor]:

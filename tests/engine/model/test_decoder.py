@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -31,8 +32,10 @@ def test_decode_matches_the_reference(family: str, lab: Any) -> None:
     model = lab.reference(family)
     runner, owner, ids = lab.runner(model), lab.scattered(1), lab.random_ids(30, seed=1)
     rows = [runner.forward([owner.piece(ids, 0, 5)], Variant.FP32)]
-    for at in range(5, len(ids)):
-        rows.append(runner.forward([owner.piece(ids, at, at + 1, logits=Logits.LAST)], Variant.FP32))
+    rows += [
+        runner.forward([owner.piece(ids, at, at + 1, logits=Logits.LAST)], Variant.FP32)
+        for at in range(5, len(ids))
+    ]
     torch.testing.assert_close(torch.cat(rows), lab.reference_logits(model, ids), **TOLERANCE)
 
 
@@ -44,7 +47,7 @@ def test_chunked_prefill_equals_whole_prefill(family: str, lab: Any) -> None:
     bounds = (0, 3, 4, 12, 13, 29, 37)
     rows = [
         runner.forward([owner.piece(ids, start, end)], Variant.FP32)
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in itertools.pairwise(bounds)
     ]
     torch.testing.assert_close(torch.cat(rows), lab.reference_logits(model, ids), **TOLERANCE)
 

@@ -1,0 +1,156 @@
+"""The runner: variants, the shared KV cache, bytes and progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline_engine.backends.base import Progress
+from paceline_engine.mode import Variant
+from paceline_engine.model.base import Logits
+from paceline_engine.model.ops import gathered_attention
+
+# Largest error of a logit over the spread of the logits, for three to seven layers of random weights: a
+# random network amplifies rounding more than a trained one.
+RELATIVE_ERROR = {Variant.BF16: 0.05, Variant.INT8: 0.08, Variant.FP8: 0.35, Variant.INT4: 1.2}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", list(RELATIVE_ERROR))
+def test_variants_stay_near_the_reference(family: str, variant: Variant, lab: Any, tmp_path: Path) -> None:
+    """Each precision differs from fp32, by no more than its bound, in prefill and while decoding."""
+    model = lab.reference(family)
+    ids = lab.random_ids(24, seed=4)
+    expected = lab.reference_logits(model, ids)
+    runner = lab.runner(model, variant, kv_dtype=torch.float32, cache_dir=tmp_path)
+    owner = lab.scattered(0)
+    rows = [runner.forward([owner.piece(ids, 0, 20)], variant)]
+    rows += [runner.forward([owner.piece(ids, at, at + 1)], variant) for at in range(20, 24)]
+    error = (torch.cat(rows) - expected).square().mean().sqrt() / expected.std()
+    assert 1e-5 < error < RELATIVE_ERROR[variant]
+
+
+def test_kv_is_bf16_unless_only_the_reference_runs(lab: Any, tmp_path: Path) -> None:
+    """The fp32 reference alone keeps fp32 keys and values; beside others the cache is bf16."""
+    model = lab.reference("qwen2")
+    assert lab.runner(model).kv.keys.dtype == torch.float32
+    mixed = lab.runner(model, Variant.FP32, Variant.INT8, cache_dir=tmp_path)
+    assert mixed.kv.keys.dtype == torch.bfloat16
+    assert mixed.kv.values.dtype == torch.bfloat16
+
+
+def test_bf16_kv_costs_little(lab: Any) -> None:
+    """Logits over a bf16 cache are near those over an fp32 cache."""
+    model = lab.reference("gemma3")
+    ids = lab.random_ids(24)
+    expected = lab.reference_logits(model, ids)
+    found = lab.runner(model, kv_dtype=torch.bfloat16).forward([lab.scattered(0).piece(ids, 0)], Variant.FP32)
+    error = (found - expected).square().mean().sqrt() / expected.std()
+    assert 1e-6 < error < 0.05
+
+
+def test_variants_share_one_cache(lab: Any, tmp_path: Path) -> None:
+    """KV written by int8 is read by bf16: a stream changes its variant between two tokens."""
+    model = lab.reference("gemma3")
+    ids = lab.random_ids(20)
+    runner = lab.runner(model, Variant.BF16, Variant.INT8, cache_dir=tmp_path)
+    owner = lab.scattered(0)
+    runner.forward([owner.piece(ids, 0, 12, logits=Logits.NONE)], Variant.INT8)
+    mixed = runner.forward([owner.piece(ids, 12)], Variant.BF16)
+    expected = lab.reference_logits(model, ids)[12:]
+    assert (mixed - expected).square().mean().sqrt() / expected.std() < 0.1
+
+
+def test_copied_block_serves_another_sequence(lab: Any) -> None:
+    """After a copy the target block gives the same logits, and writing to it leaves the source alone."""
+    model = lab.reference("llama")
+    ids, other = lab.random_ids(6), lab.random_ids(6, seed=8)
+    runner = lab.runner(model)
+    owner, twin = type(lab.scattered(0))(blocks=(7, 8)), type(lab.scattered(0))(blocks=(7, 30))
+    runner.forward([owner.piece(ids, 0)], Variant.FP32)
+    runner.copy_block(8, 30)
+    split = ids[:5] + other[5:]
+    row = runner.forward([twin.piece(split, 5)], Variant.FP32)
+    torch.testing.assert_close(row, lab.reference_logits(model, split)[5:], rtol=0.0, atol=1e-3)
+    longer = [*ids, 3]
+    row = runner.forward([owner.piece(longer, 6)], Variant.FP32)
+    torch.testing.assert_close(row, lab.reference_logits(model, longer)[6:], rtol=0.0, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_bytes_per_variant_count_what_a_step_reads(family: str, lab: Any, tmp_path: Path) -> None:
+    """A tied output matrix counts whole, an untied embedding as one row, bf16 as half of fp32."""
+    model = lab.reference(family)
+    n_matrices = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if p.ndim == 2 and (family == "gemma3" or "embed_tokens" not in name)
+    )
+    n_vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    runner = lab.runner(
+        model, Variant.FP32, Variant.BF16, Variant.INT8, Variant.INT4, cache_dir=tmp_path, lazy=True
+    )
+    found = runner.bytes_per_variant()
+    row = 0 if family == "gemma3" else 64
+    assert found[Variant.FP32] == 4 * (n_matrices + n_vectors + row)
+    assert found[Variant.BF16] == 2 * (n_matrices + row) + 4 * n_vectors
+    assert found[Variant.BF16] > found[Variant.INT8] > found[Variant.INT4]
+    assert found[Variant.INT8] > n_matrices
+
+
+def test_conversion_reports_progress_up_to_one(lab: Any, tmp_path: Path) -> None:
+    """Progress rises over all variants and ends at 1, from the checkpoint and from the cache."""
+    for _ in range(2):
+        seen: list[Progress] = []
+        lab.runner(
+            lab.reference("qwen3"),
+            Variant.BF16,
+            Variant.INT8,
+            cache_dir=tmp_path,
+            on_progress=seen.append,
+        )
+        done = [progress.done for progress in seen]
+        assert {progress.stage for progress in seen} == {"convert"}
+        assert done == sorted(done)
+        assert done[-1] == 1.0
+
+
+def test_lazy_variants_are_made_when_first_used(lab: Any, tmp_path: Path) -> None:
+    """A lazy runner writes nothing to the cache until a pass asks for the variant."""
+    runner = lab.runner(lab.reference("qwen3"), Variant.INT8, cache_dir=tmp_path, lazy=True)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    runner.forward([lab.scattered(0).piece([1, 2], 0)], Variant.INT8)
+    assert len(list(tmp_path.rglob("*-int8-*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("variant", [Variant.FP32, Variant.BF16, Variant.INT8])
+def test_rows_do_not_depend_on_their_neighbours(variant: Variant, lab: Any, tmp_path: Path) -> None:
+    """A sequence's logits beside a loud neighbour are those of the sequence alone, up to rounding."""
+    runner = lab.runner(lab.reference("qwen2"), variant, cache_dir=tmp_path)
+    quiet, loud = lab.random_ids(7, seed=1), lab.random_ids(21, seed=2)
+    owners = [lab.scattered(index) for index in range(4)]
+    alone = runner.forward([owners[0].piece(quiet, 0)], variant)
+    pieces = [owners[index].piece(loud, 0) for index in range(1, 4)]
+    beside = runner.forward([pieces[0], owners[0].piece(quiet, 0), *pieces[1:]], variant)
+    torch.testing.assert_close(beside[21:28], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 8])
+def test_gathered_attention_equals_the_kernel(window: int | None, lab: Any) -> None:
+    """What other devices run gives what the CPU's kernel gives, for packed sequences and windows."""
+    from paceline_engine.kernels import AttentionMeta, paged_attention
+
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn((12, 6, 8), generator=generator)
+    k_cache, v_cache = (torch.randn((32, 4, 2, 8), generator=generator) for _ in range(2))
+    meta = AttentionMeta(
+        query_starts=torch.tensor([0, 1, 9, 12], dtype=torch.int32),
+        positions=torch.tensor([17, 0, 30], dtype=torch.int32),
+        block_tables=torch.randperm(32, generator=generator)[:27].view(3, 9).int().contiguous(),
+    )
+    expected = paged_attention(q, k_cache, v_cache, meta, scale=0.3, window=window)
+    found = gathered_attention(q, k_cache, v_cache, meta, scale=0.3, window=window)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
