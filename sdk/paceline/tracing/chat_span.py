@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -115,7 +114,7 @@ class RecordedChat:
         if not self._begin_end():
             return
         timeline = record.timeline
-        ended_at_s = _end_of(timeline)
+        ended_at_s = _end_of(timeline, now_s=self._recorder.anchor.now_s)
         try:
             if self._span.is_recording():
                 self._record(record, _closed(timeline, ended_at_s), output_text, error, ended_at_s)
@@ -163,9 +162,9 @@ class RecordedChat:
             # Only the words are left of it, and they may quote the prompt.
             span.set_attribute(names.ERROR_TYPE, "_OTHER")
             span.set_status(Status(StatusCode.ERROR, record.error if settings.record_content else None))
-        self._record_phases(timeline, ended_at_s)
+        self._record_phases(record, timeline, ended_at_s)
 
-    def _record_phases(self, timeline: Timeline, ended_at_s: float) -> None:
+    def _record_phases(self, record: GenerationRecord, timeline: Timeline, ended_at_s: float) -> None:
         wall = self._recorder.anchor.wall
         phases: list[_PhaseSpan] = []
         for phase in timeline.phases():
@@ -182,7 +181,7 @@ class RecordedChat:
             phases.append(_PhaseSpan(span, phase.started_at_s, phase.ended_at_s))
         for event in timeline.events:
             self._add_event(event, phases)
-        self._add_deadlines(timeline, phases, ended_at_s)
+        self._add_deadlines(timeline, getattr(record, "slo", None), phases, ended_at_s)
         for child in phases:
             child.span.end(end_time=wall(child.ended_at_s))
 
@@ -194,9 +193,11 @@ class RecordedChat:
             timestamp=self._recorder.anchor.wall(event.at_s),
         )
 
-    def _add_deadlines(self, timeline: Timeline, phases: list[_PhaseSpan], ended_at_s: float) -> None:
+    def _add_deadlines(
+        self, timeline: Timeline, own: SLO | None, phases: list[_PhaseSpan], ended_at_s: float
+    ) -> None:
         """Mark the time to first token on this span, and the time per token where decoding was."""
-        slo, tokens = self._recorder.slo, timeline.tokens
+        slo, tokens = self._recorder.slo if own is None else own, timeline.tokens
         if slo.ttft_ms is not None:
             deadline_s = self._started_at_s + slo.ttft_ms / 1e3
             if (taken_at(tokens[0]) if tokens else ended_at_s) > deadline_s:
@@ -208,6 +209,11 @@ class RecordedChat:
             if taken_at(tokens[-1]) > deadline_s:
                 owner = self._owner(deadline_s, phases)
                 self._recorder.add_deadline(owner, "tpot", limit_ms=slo.tpot_ms, at_s=deadline_s)
+
+        if own is not None and own.e2e_ms is not None:
+            deadline_s = self._started_at_s + own.e2e_ms / 1e3
+            if ended_at_s > deadline_s:
+                self._recorder.add_deadline(self._span, "e2e", limit_ms=own.e2e_ms, at_s=deadline_s)
 
     def _owner(self, at_s: float, phases: list[_PhaseSpan]) -> Span:
         """The span of the phase that ran at that moment, else the span of the call."""
@@ -234,12 +240,12 @@ def is_cancellation(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError | GeneratorExit | KeyboardInterrupt)
 
 
-def _end_of(timeline: Timeline) -> float:
+def _end_of(timeline: Timeline, *, now_s: Callable[[], float]) -> float:
     """When the call ended for the caller: the engine's end or the last chunk's delivery."""
     last_s = taken_at(timeline.tokens[-1]) if timeline.tokens else timeline.submitted_at_s
     finished_at_s = timeline.finished_at_s
     # A call that broke off was never finished by the engine: it ends where it is ended.
-    return max(last_s, time.monotonic() if finished_at_s is None else finished_at_s)
+    return max(last_s, now_s() if finished_at_s is None else finished_at_s)
 
 
 def _closed(timeline: Timeline, ended_at_s: float) -> Timeline:

@@ -92,7 +92,7 @@ class RecordedTurn:
             tracer=_tracer(provider),
             instruments=instruments(metrics.get_meter_provider(), settings.conventions),
             settings=settings,
-            anchor=Anchor.now(),
+            anchor=Anchor.now(started_at_s=started_at_s),
             slo=slo,
         )
         self._started_at_s = started_at_s
@@ -106,7 +106,9 @@ class RecordedTurn:
                 names.AGENT_NAME: name,
             },
         )
+        self._trace_id: str | None = None
         if self._span.is_recording():
+            self._trace_id = format_trace_id(self._span.get_span_context().trace_id)
             self._span.set_attributes(attributes.of_slo(slo))
         self._mark = object()
         self._context = context_api.set_value(_TURN, self._mark, set_span_in_context(self._span, parent))
@@ -118,7 +120,7 @@ class RecordedTurn:
     @property
     def trace_id(self) -> str | None:
         """Hex, or None where nothing is recorded."""
-        return format_trace_id(self._span.get_span_context().trace_id) if self._span.is_recording() else None
+        return self._trace_id
 
     @property
     def context(self) -> Context:
