@@ -119,8 +119,9 @@ class BlockPool:
     ) -> tuple[PrefixNode, int]:
         """Make a held, full block findable after ``parent``: the scope, or the node before it.
 
-        The caller holds the parent's block too, which keeps the parent in the index. Where the same tokens of the same variant are cached already, that block takes this one's place:
-        it is retained and ``block`` is released.
+        The caller holds the parent's block too, which keeps the parent in the index. Where the same tokens
+        of the same variant are cached already, that block takes this one's place: it is retained and
+        ``block`` is released.
 
         Returns:
             the node, parent of the next block, and the block that the sequence now holds.

@@ -27,7 +27,10 @@ class EngineConfig:
             least = 2 if item.name == "max_steps_recorded" else 1
             if isinstance(value, int) and value < least:
                 raise InvalidValueError(
-                    item.name, observed=value, limit=f"at least {least}", remedy="leave it out for the default"
+                    item.name,
+                    observed=value,
+                    limit=f"at least {least}",
+                    remedy="leave it out for the default",
                 )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 
 
-class SequenceKey(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceKey:
     """Names one sequence: a choice of a generation, or a branch of a scoring."""
 
     request_id: str

@@ -1,0 +1,203 @@
+"""The engine: takes requests from any thread, runs them step by step on one.
+
+A step reads: schedule, run, commit, emit. The lock guards the scheduling state and is given back while the
+model runs, so that submitting, aborting and looking never wait for a pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from paceline_engine.cache.blocks import BlockPool
+from paceline_engine.cache.prefix import CacheScope
+from paceline_engine.core import validate
+from paceline_engine.core.base import EngineConfig, StepOutput
+from paceline_engine.core.generation import Generation
+from paceline_engine.core.ledger import Ledger
+from paceline_engine.core.passes import PassResult, run_pass
+from paceline_engine.core.scoring import Scoring
+from paceline_engine.errors import InvalidValueError
+from paceline_engine.loading.base import Tokenizer
+from paceline_engine.mode import Variant
+from paceline_engine.model.base import ModelRunner
+from paceline_engine.plan import Plan
+from paceline_engine.request import GenerationRequest, ScoreRequest
+from paceline_engine.schedule.base import SequenceKey, StepPolicy
+from paceline_engine.schedule.default import EarliestFirst
+from paceline_engine.schedule.scheduler import Pass, Scheduler
+from paceline_engine.schedule.sequence import SequenceState
+from paceline_engine.snapshot import Snapshot
+
+
+class Engine:
+    """Continuous batching over one model runner.
+
+    ``step`` belongs to one thread; every other method may be called from any thread at any time.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: Tokenizer,
+        *,
+        config: EngineConfig | None = None,
+        step_policy: StepPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._config = config if config is not None else EngineConfig()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pool = BlockPool(runner.n_blocks, runner.block_size)
+        self._scheduler = Scheduler(
+            self._pool,
+            step_policy if step_policy is not None else EarliestFirst(),
+            variants=runner.variants,
+            max_prefill_tokens=self._config.max_prefill_tokens_per_step,
+            max_sequences=self._config.max_sequences,
+        )
+        self._ledger = Ledger(self._scheduler, runner.copy_block, self._config.max_steps_recorded)
+        self._eos_ids = frozenset((*tokenizer.eos_token_ids, *runner.spec.eos_token_ids))
+        self._n_arrived = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to run or to emit."""
+        with self._lock:
+            return bool(self._ledger.requests)
+
+    def submit(self, request: GenerationRequest, plan: Plan, *, submitted_at_s: float) -> None:
+        """Queue a generation.
+
+        Raises:
+            InvalidValueError: the request or plan does not suit the model.
+            PromptTooLongError: it can never fit the context or the KV cache.
+            DeadlineExpiredError: the plan's deadline has passed.
+        """
+        validate.check_generation(request, plan, self._runner)
+        self._check_deadline(plan)
+        sequence = self._new_sequence(request, plan, submitted_at_s, weight=request.n)
+        self._enter(Generation(request, plan, sequence, tokenizer=self._tokenizer, eos_ids=self._eos_ids))
+
+    def submit_score(self, request: ScoreRequest, plan: Plan, *, submitted_at_s: float) -> None:
+        """Queue a scoring. Raises as ``submit`` does."""
+        options = [self._tokenizer.encode(option) for option in request.options]
+        validate.check_score(request, plan, options, self._runner)
+        self._check_deadline(plan)
+        sequence = self._new_sequence(request, plan, submitted_at_s, scored=True)
+        self._enter(Scoring(request, plan, sequence, options))
+
+    def abort(self, request_id: str) -> None:
+        """End a request from outside; unknown ids are ignored, since it may just have ended.
+
+        Its KV blocks are free at once, or after the pass that writes to them. The next step emits a chunk
+        with finish reason ``cancelled`` for each choice that had not ended.
+        """
+        with self._lock:
+            self._ledger.cancel(request_id)
+
+    def change_variant(self, request_id: str, variant: Variant) -> None:
+        """Run the request with ``variant`` from its next token on; unknown ids are ignored.
+
+        Raises:
+            UnknownOptionError: the variant is not loaded.
+        """
+        validate.check_variant(variant, self._runner.variants)
+        with self._lock:
+            now_s = self._clock()
+            for sequence in self._scheduler.sequences:
+                if sequence.key.request_id == request_id:
+                    self._scheduler.set_variant(sequence, variant, now_s)
+
+    def snapshot(self, token_ids: Sequence[int], *, salt: str = "", adapter: str | None = None) -> Snapshot:
+        """The state now, with how much of a prompt is cached. Does not wait for a running pass."""
+        scope = CacheScope(model=self._config.model_fingerprint, adapter=adapter, salt=salt)
+        with self._lock:
+            running = [one for one in self._scheduler.sequences if one.decoding]
+            waiting = [one for one in self._scheduler.sequences if not one.decoding]
+            variants = Counter(one.variant for one in running).most_common(1)
+            return Snapshot(
+                taken_at_s=self._clock(),
+                prompt_tokens=len(token_ids),
+                cached_tokens=self._pool.cached_tokens(token_ids, scope, self._runner.variants),
+                running=len(running),
+                running_context_tokens=sum(len(one.token_ids) for one in running),
+                running_variant=variants[0][0] if variants else None,
+                waiting=len(waiting),
+                waiting_prefill_tokens=sum(one.n_remaining for one in waiting),
+                free_blocks=self._pool.n_free,
+                total_blocks=self._pool.n_blocks,
+                block_size=self._pool.block_size,
+            )
+
+    def step(self) -> StepOutput:
+        """Run every sequence that may run once, and give what came of it.
+
+        A failing pass ends its own requests with ``BackendError``, in the output. What is raised is a fault
+        of the engine or of its step policy, after which it must not be used.
+        """
+        passes = self._schedule()
+        results = [self._run(part) for part in passes]
+        return self._commit(results)
+
+    def _schedule(self) -> tuple[Pass, ...]:
+        with self._lock:
+            now_s = self._clock()
+            self._ledger.end_overdue(now_s)
+            return self._scheduler.schedule(now_s)
+
+    def _run(self, part: Pass) -> PassResult:
+        return run_pass(part, self._runner, self._ledger.requests, self._clock)
+
+    def _commit(self, results: Sequence[PassResult]) -> StepOutput:
+        with self._lock:
+            self._scheduler.land()
+            for result in results:
+                self._ledger.commit(result)
+            return self._ledger.emit()
+
+    def _check_deadline(self, plan: Plan) -> None:
+        if (error := validate.deadline_error(plan, self._clock())) is not None:
+            raise error
+
+    def _enter(self, job: Generation | Scoring) -> None:
+        request_id = job.request.id
+        with self._lock:
+            if request_id in self._ledger.requests:
+                raise InvalidValueError(
+                    "id",
+                    observed=request_id,
+                    limit="unique among the requests in flight",
+                    remedy="give each request an id of its own",
+                )
+            # The order of arrival is the order of entry, whatever the threads did before.
+            self._n_arrived += 1
+            job.first_sequence.arrival = self._n_arrived
+            self._ledger.enter(job)
+
+    def _new_sequence(
+        self,
+        request: GenerationRequest | ScoreRequest,
+        plan: Plan,
+        submitted_at_s: float,
+        *,
+        scored: bool = False,
+        weight: int = 1,
+    ) -> SequenceState:
+        token_ids = list(request.prompt.token_ids)
+        scope = CacheScope(model=self._config.model_fingerprint, adapter=request.adapter, salt=request.salt)
+        return SequenceState(
+            SequenceKey(request_id=request.id, index=0),
+            token_ids,
+            n_prompt=len(token_ids),
+            plan=plan,
+            arrival=0,
+            submitted_at_s=submitted_at_s,
+            scope=scope if plan.mode.prefix_cache else None,
+            scored=scored,
+            weight=weight,
+        )

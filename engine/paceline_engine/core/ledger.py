@@ -1,0 +1,158 @@
+"""The requests in flight: commits what passes gave to them, and gathers what the step emits."""
+
+from __future__ import annotations
+
+from paceline_engine.chunk import Chunk, FinishReason, ScoreResult
+from paceline_engine.core import validate
+from paceline_engine.core.base import StepOutput
+from paceline_engine.core.generation import Generation
+from paceline_engine.core.passes import PassResult, WorkResult, failed_scores
+from paceline_engine.core.scoring import Scoring
+from paceline_engine.errors import BackendError, PacelineError
+from paceline_engine.sampling.sampler import Undrawable
+from paceline_engine.schedule.scheduler import CopyBlock, Scheduler
+from paceline_engine.schedule.sequence import SequenceState
+
+
+class Ledger:
+    """Not thread-safe: the engine's lock guards it."""
+
+    def __init__(self, scheduler: Scheduler, copy_block: CopyBlock, max_steps_recorded: int) -> None:
+        self.requests: dict[str, Generation | Scoring] = {}
+        self._scheduler = scheduler
+        self._copy_block = copy_block
+        self._max_steps_recorded = max_steps_recorded
+        self._chunks: list[tuple[str, Chunk]] = []
+        self._scores: list[tuple[str, ScoreResult]] = []
+        self._errors: list[tuple[str, PacelineError]] = []
+
+    def enter(self, job: Generation | Scoring) -> None:
+        self.requests[job.request.id] = job
+        self._scheduler.add(job.first_sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Take a request out of the schedule; it stays known until the next step says goodbye to it."""
+        if (job := self.requests.get(request_id)) is not None:
+            job.cancelled = True
+            self._remove_sequences(job)
+
+    def end_overdue(self, now_s: float) -> None:
+        """End what was cancelled, what expired in the queue, and what reached its hard deadline."""
+        for request_id, job in list(self.requests.items()):
+            late = validate.deadline_error(job.plan, now_s)
+            if job.cancelled:
+                if isinstance(job, Generation):
+                    self._end(job, FinishReason.CANCELLED, now_s)
+                else:
+                    del self.requests[request_id]
+            elif late is not None and job.first_sequence.started_at_s is None:
+                self._fail(job, late)
+            elif late is not None and isinstance(job, Generation) and job.plan.hard_deadline:
+                self._end(job, FinishReason.BUDGET, now_s)
+
+    def commit(self, result: PassResult) -> None:
+        """Put down what one pass gave to each sequence that is still wanted."""
+        for work in result.ran.work:
+            sequence = work.sequence
+            if sequence.started_at_s is None:
+                sequence.started_at_s = result.step.started_at_s
+            sequence.record_step(result.step, most=self._max_steps_recorded)
+        if result.error is not None:
+            self._fail_pass(result, result.error)
+            return
+        for part in result.results:
+            sequence = part.work.sequence
+            if sequence.removed:
+                continue
+            self._scheduler.commit(sequence, len(part.work.token_ids), result.ran.variant)
+            job = self.requests[sequence.key.request_id]
+            if isinstance(job, Scoring):
+                self._commit_scores(job, part, result.step.ended_at_s)
+            elif part.draws:
+                self._commit_draws(job, part, result.step.ended_at_s)
+
+    def emit(self) -> StepOutput:
+        """All that was gathered since the last time."""
+        output = StepOutput(
+            chunks=tuple(self._chunks), scores=tuple(self._scores), errors=tuple(self._errors)
+        )
+        self._chunks, self._scores, self._errors = [], [], []
+        return output
+
+    def _commit_draws(self, job: Generation, part: WorkResult, at_s: float) -> None:
+        parent = part.work.sequence
+        for draw in part.draws:
+            if isinstance(draw.drawn, Undrawable):
+                phase = "decode" if draw.choice.output.token_ids else "prefill"
+                self._fail(
+                    job,
+                    BackendError(
+                        f"no token can be drawn: {draw.drawn.reason}",
+                        partial_text=draw.choice.output.text,
+                        phase=phase,
+                    ),
+                )
+                return
+        children: list[SequenceState] = []
+        for draw in part.draws:
+            assert not isinstance(draw.drawn, Undrawable)
+            choice = draw.choice
+            if choice.index != parent.key.index:  # the prompt is done: the choice goes its own way
+                choice.sequence = parent.fork(choice.index, [])
+                children.append(choice.sequence)
+            chunk = choice.accept([draw.drawn], made_at_s=at_s)
+            self._chunks.append((job.request.id, chunk))
+        parent.weight = 1
+        ended = {choice.sequence.key for choice in job.choices if choice.ended}
+        for child in children:
+            if child.key not in ended:
+                self._scheduler.branch(parent, child, self._copy_block)
+        if parent.key in ended:
+            self._scheduler.remove(parent)
+        if not job.open_choices:
+            del self.requests[job.request.id]
+
+    def _commit_scores(self, job: Scoring, part: WorkResult, at_s: float) -> None:
+        sequence = part.work.sequence
+        if failed_scores(part):
+            self._fail(job, BackendError("the model's logits are not a number", phase="prefill"))
+            return
+        for score in part.scores:
+            job.record(score.option, score.place, score.logprob)
+        if sequence.n_remaining == 0:
+            if sequence is job.trunk:
+                for branch in job.branch():
+                    self._scheduler.branch(sequence, branch, self._copy_block)
+            self._scheduler.remove(sequence)
+        if job.done:
+            self._scores.append((job.request.id, job.result(finished_at_s=at_s)))
+            del self.requests[job.request.id]
+
+    def _end(self, job: Generation, reason: FinishReason, now_s: float) -> None:
+        self._chunks += [(job.request.id, choice.end(reason, at_s=now_s)) for choice in job.open_choices]
+        self._remove_sequences(job)
+        del self.requests[job.request.id]
+
+    def _fail_pass(self, result: PassResult, cause: Exception) -> None:
+        for work in result.ran.work:
+            job = self.requests.get(work.sequence.key.request_id)
+            if job is None or work.sequence.removed:
+                continue
+            text = job.choices[work.sequence.key.index].output.text if isinstance(job, Generation) else ""
+            error = BackendError(
+                f"the model failed in a pass of {result.ran.variant}: {type(cause).__name__}: {cause}",
+                partial_text=text,
+                phase="decode" if work.decodes else "prefill",
+            )
+            error.__cause__ = cause
+            self._fail(job, error)
+
+    def _fail(self, job: Generation | Scoring, error: PacelineError) -> None:
+        self._errors.append((job.request.id, error))
+        self._remove_sequences(job)
+        del self.requests[job.request.id]
+
+    def _remove_sequences(self, job: Generation | Scoring) -> None:
+        owned = job.sequences if isinstance(job, Scoring) else [choice.sequence for choice in job.choices]
+        for sequence in owned:
+            self._scheduler.remove(sequence)

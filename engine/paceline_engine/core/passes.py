@@ -1,0 +1,125 @@
+"""Run one pass and draw or score from its logits. No scheduling state changes here: no lock is held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from paceline_engine.core.generation import Choice, Generation
+from paceline_engine.core.scoring import Scoring
+from paceline_engine.model.base import ModelRunner
+from paceline_engine.sampling.sampler import Drawn, Row, Undrawable, draw_tokens, score_tokens
+from paceline_engine.schedule.scheduler import Pass, Work
+from paceline_engine.timeline import StepTime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawResult:
+    """What one choice drew."""
+
+    choice: Choice
+    drawn: Drawn | Undrawable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredToken:
+    """The log probability of one token of one option."""
+
+    option: int
+    place: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkResult:
+    """What one sequence's part of a pass gave."""
+
+    work: Work
+    draws: tuple[DrawResult, ...] = ()
+    scores: tuple[ScoredToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassResult:
+    """A pass that has run, or failed."""
+
+    ran: Pass
+    step: StepTime
+    results: tuple[WorkResult, ...] = ()
+    error: Exception | None = field(default=None)
+    """Set where the runner raised: then there are no results."""
+
+
+def run_pass(
+    part: Pass,
+    runner: ModelRunner,
+    requests: Mapping[str, Generation | Scoring],
+    clock: Callable[[], float],
+) -> PassResult:
+    """One forward pass, then the draws and scores that its logits are for."""
+    started_at_s = clock()
+    try:
+        results = _forward(part, runner, requests)
+    except Exception as error:
+        return PassResult(ran=part, step=_step_time(part, started_at_s, clock()), error=error)
+    return PassResult(ran=part, step=_step_time(part, started_at_s, clock()), results=results)
+
+
+def _forward(
+    part: Pass, runner: ModelRunner, requests: Mapping[str, Generation | Scoring]
+) -> tuple[WorkResult, ...]:
+    logits = runner.forward([work.slice() for work in part.work], part.variant)  # [rows, vocab]
+    rows: list[Row] = []
+    drawers: list[list[Choice]] = []
+    scored: list[tuple[ScoredToken, ...]] = []
+    n_before = 0
+    for work in part.work:
+        # A request aborted since the step began is gone: nothing is drawn for it.
+        job = requests.get(work.sequence.key.request_id)
+        choices: list[Choice] = []
+        scores: tuple[ScoredToken, ...] = ()
+        if isinstance(job, Generation) and work.n_rows:
+            choices = list(job.choices_of(work.sequence))
+            rows += [
+                Row(at=n_before, rule=choice.rule, output_ids=choice.output.token_ids) for choice in choices
+            ]
+        elif isinstance(job, Scoring) and work.n_rows:
+            targets = job.targets(work.sequence, work.sequence.n_computed, work.n_rows)
+            ids = [job.token(option, place) for _, option, place in targets]
+            values = score_tokens(logits, [n_before + row for row, _, _ in targets], ids)
+            scores = tuple(
+                ScoredToken(option=option, place=place, logprob=value)
+                for (_, option, place), value in zip(targets, values, strict=True)
+            )
+        drawers.append(choices)
+        scored.append(scores)
+        n_before += work.n_rows
+    drawn = iter(draw_tokens(logits, rows))
+    return tuple(
+        WorkResult(
+            work=work,
+            draws=tuple(DrawResult(choice=choice, drawn=next(drawn)) for choice in choices),
+            scores=scores,
+        )
+        for work, choices, scores in zip(part.work, drawers, scored, strict=True)
+    )
+
+
+def failed_scores(result: WorkResult) -> bool:
+    return any(math.isnan(score.logprob) for score in result.scores)
+
+
+def _step_time(part: Pass, started_at_s: float, ended_at_s: float) -> StepTime:
+    lengths = [(work.sequence.n_computed, len(work.token_ids)) for work in part.work]
+    return StepTime(
+        started_at_s=started_at_s,
+        ended_at_s=ended_at_s,
+        variant=part.variant,
+        prefill_tokens=sum(len(work.token_ids) for work in part.work if not work.decodes),
+        decode_tokens=sum(len(work.token_ids) for work in part.work if work.decodes),
+        n_sequences=len(part.work),
+        context_tokens=sum(position + count for position, count in lengths),
+        # The token at place p attends to p + 1 entries, itself among them.
+        attended_pairs=sum(count * position + count * (count + 1) // 2 for position, count in lengths),
+    )

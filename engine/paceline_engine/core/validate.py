@@ -1,0 +1,109 @@
+"""What is refused before anything of it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paceline_engine.errors import (
+    DeadlineExpiredError,
+    InvalidValueError,
+    PromptTooLongError,
+    UnknownOptionError,
+)
+from paceline_engine.mode import Variant
+from paceline_engine.model.base import ModelRunner
+from paceline_engine.plan import Plan
+from paceline_engine.request import GenerationRequest, ScoreRequest
+
+
+def check_generation(request: GenerationRequest, plan: Plan, runner: ModelRunner) -> None:
+    """Refuse a generation that this model cannot run as asked.
+
+    Raises:
+        InvalidValueError: naming the field.
+    """
+    _check_common(request, plan, runner)
+    _check_ids("logit_bias", request.sampling.logit_bias, runner.spec.vocab_size)
+    _check_ids("stop_token_ids", request.stop_token_ids, runner.spec.vocab_size)
+    check_fits(runner, n_prompt=len(request.prompt.token_ids), n_more=plan.max_tokens, more="max_tokens")
+
+
+def check_score(
+    request: ScoreRequest, plan: Plan, options: Sequence[Sequence[int]], runner: ModelRunner
+) -> None:
+    """Refuse a scoring that this model cannot run as asked; ``options`` are the tokenized options."""
+    _check_common(request, plan, runner)
+    for text, ids in zip(request.options, options, strict=True):
+        if not ids:
+            raise InvalidValueError(
+                "options", observed=text, limit="texts of at least one token", remedy="drop this option"
+            )
+        _check_ids("options", ids, runner.spec.vocab_size)
+    longest = max(map(len, options))
+    check_fits(runner, n_prompt=len(request.prompt.token_ids), n_more=longest, more="the longest option")
+
+
+def check_fits(runner: ModelRunner, *, n_prompt: int, n_more: int, more: str) -> None:
+    """The last token's KV is never needed, so the cache holds one token more than it has room for.
+
+    Raises:
+        PromptTooLongError: prompt and output cannot fit, however long they wait.
+    """
+    capacity = runner.n_blocks * runner.block_size + 1
+    context = runner.spec.context_tokens
+    limit, what = min((context, "the model's context"), (capacity, "the KV cache"))
+    if n_prompt + n_more > limit:
+        raise PromptTooLongError(
+            "prompt",
+            observed=f"{n_prompt} tokens and {n_more} for {more}",
+            limit=f"at most {limit} tokens together with {more} ({what})",
+            remedy=f"shorten the prompt, lower {more}"
+            + (", or give the engine more KV blocks" if capacity < context else ""),
+        )
+
+
+def check_variant(variant: Variant, variants: Iterable[Variant]) -> None:
+    if variant not in (loaded := tuple(variants)):
+        raise UnknownOptionError(
+            "variant",
+            observed=str(variant),
+            limit=f"one of {', '.join(loaded)}",
+            remedy="choose a variant that is loaded, or load this one",
+        )
+
+
+def deadline_error(plan: Plan, now_s: float) -> DeadlineExpiredError | None:
+    """The error of work whose deadline has passed: however urgent it looks, it is not run."""
+    if plan.deadline_at_s is None or plan.deadline_at_s > now_s:
+        return None
+    return DeadlineExpiredError(late_ms=(now_s - plan.deadline_at_s) * 1e3)
+
+
+def _check_common(request: GenerationRequest | ScoreRequest, plan: Plan, runner: ModelRunner) -> None:
+    check_variant(plan.mode.variant, runner.variants)
+    if request.adapter is not None:
+        raise UnknownOptionError(
+            "adapter",
+            observed=request.adapter,
+            limit="None, because this engine loads no adapters",
+            remedy="leave it out, or use a backend that serves the adapter",
+        )
+    if not request.prompt.token_ids:
+        raise InvalidValueError(
+            "prompt",
+            observed=request.prompt.token_ids,
+            limit="at least one token",
+            remedy="begin an empty prompt with the model's start token",
+        )
+    _check_ids("prompt", request.prompt.token_ids, runner.spec.vocab_size)
+
+
+def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidValueError(
+                field,
+                observed=token_id,
+                limit=f"made of token ids from 0 to {vocab_size - 1}",
+                remedy="use ids of this model's tokenizer",
+            )
