@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import grpc
+import opentelemetry.metrics._internal as metrics_internal
 import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.util._once import Once
 
 from paceline.report import GenerationRecord, Report, Verdict
 from paceline.tracing.spans import ChatSpan, TurnSpan, start_turn
@@ -246,3 +265,139 @@ def play(captured: Captured) -> Callable[..., Played]:
 def secrets() -> tuple[str, ...]:
     """Texts of prompt, answer and stop string, of which nothing may be exported by default."""
     return SECRET_PROMPT, SECRET_ANSWER, SECRET_STOP
+
+
+class Receiver:
+    """An OTLP collector on loopback that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.requests: list[ExportTraceServiceRequest] = []
+        self.metric_requests: list[ExportMetricsServiceRequest] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+
+    @property
+    def spans(self) -> list[Any]:
+        return [
+            span
+            for request in self.requests
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+
+    @property
+    def services(self) -> set[str]:
+        return {
+            attribute.value.string_value
+            for request in self.requests
+            for resource in request.resource_spans
+            for attribute in resource.resource.attributes
+            if attribute.key == "service.name"
+        }
+
+    def value(self, name: str, key: str) -> Any:
+        """An attribute of the one span with this name."""
+        [span] = [span for span in self.spans if span.name == name]
+        [found] = [attribute.value for attribute in span.attributes if attribute.key == key]
+        return getattr(found, found.WhichOneof("value"))
+
+
+@contextmanager
+def http_receiver(port: int = 0) -> Iterator[Receiver]:
+    receiver = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/v1/traces":
+                receiver.requests.append(ExportTraceServiceRequest.FromString(body))
+            elif self.path == "/v1/metrics":
+                receiver.metric_requests.append(ExportMetricsServiceRequest.FromString(body))
+            receiver.headers.append({key.lower(): value for key, value in self.headers.items()})
+            self.send_response(200 if self.path.startswith("/v1/") else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_args: Any) -> None:
+            """Keep the test's output clean."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    receiver.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield receiver
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def grpc_receiver() -> Iterator[Receiver]:
+    """With gRPC's default limit of 4 MiB for a message, as collectors have it."""
+    receiver = Receiver()
+
+    class Traces(TraceServiceServicer):
+        def Export(self, request: ExportTraceServiceRequest, context: Any) -> ExportTraceServiceResponse:
+            receiver.requests.append(request)
+            receiver.headers.append(dict(context.invocation_metadata()))
+            return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_TraceServiceServicer_to_server(Traces(), server)
+    receiver.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield receiver
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.fixture(params=["grpc", "http/protobuf"])
+def protocol(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def receiver(protocol: str) -> Iterator[Receiver]:
+    """A collector that speaks ``protocol``."""
+    with grpc_receiver() if protocol == "grpc" else http_receiver() as made:
+        yield made
+
+
+@pytest.fixture
+def http_collector() -> Iterator[Receiver]:
+    with http_receiver() as made:
+        yield made
+
+
+@pytest.fixture
+def http_collector_at() -> Callable[[int], AbstractContextManager[Receiver]]:
+    """Start a collector on a given port."""
+    return http_receiver
+
+
+@pytest.fixture
+def fresh_globals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The state of a process that has set no OpenTelemetry provider yet."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER_SET_ONCE", Once())
+    monkeypatch.setattr(metrics_internal, "_METER_PROVIDER", None)
+    monkeypatch.setattr(metrics_internal, "_METER_PROVIDER_SET_ONCE", Once())
+    monkeypatch.setattr(metrics_internal, "_PROXY_METER_PROVIDER", metrics_internal._ProxyMeterProvider())
+    yield
+    for provider in (trace._TRACER_PROVIDER, metrics_internal._METER_PROVIDER):
+        if hasattr(provider, "shutdown"):
+            provider.shutdown()
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
