@@ -1,0 +1,293 @@
+"""The client: a started backend, what is known of its speed, and turns on it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+from uuid import uuid4
+
+from paceline.calibrate import ProfileOption, profile_of
+from paceline.ledger import Clock
+from paceline.options import check_messages, check_slo
+from paceline.planner import Planner
+from paceline.policy import Policy, Served
+from paceline.progress import default_progress
+from paceline.turn import AsyncTurn, Messages, Ready, Tools
+from paceline_engine.backends.base import Backend, ModelInfo, OnProgress
+from paceline_engine.chunk import Usage
+from paceline_engine.errors import ClosedError, InvalidValueError, MissingExtraError, UnknownOptionError
+from paceline_engine.mode import Mode, Variant
+from paceline_engine.plan import Plan
+from paceline_engine.request import GenerationRequest
+from paceline_policies.profile import Profile
+from paceline_policies.slo import SLO
+
+if TYPE_CHECKING:
+    from paceline.tracing.spans import TurnSpan
+
+DEFAULT_MODEL = "gemma3-270m"
+
+
+class AsyncClient:
+    """Runs turns on the embedded engine, or on the backends given.
+
+    ``async with`` starts and closes it; without it the first turn starts it, and ``aclose`` closes it. It
+    may be used from several event loops and threads.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        backend: Backend | Sequence[Backend] | None = None,
+        slo: SLO | None = None,
+        profile: ProfileOption | Profile = "auto",
+        on_progress: OnProgress | None = None,
+        device: str | None = None,
+        variants: Sequence[Variant | str] | None = None,
+        kv_tokens: int | None = None,
+        n_threads: int | None = None,
+        host: Literal["process", "thread"] = "process",
+        tracing: bool = True,
+        clock: Clock = time.monotonic,
+        policy: Policy | None = None,
+    ) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            model: for the embedded engine: a GGUF file, a safetensors folder, the name of an installed
+                model package, or a hub id.
+            backend: instead of the embedded engine; closed with the client.
+            slo: what turns get that name none; the default is ``SLO()``.
+            profile: where predictions come from, see ``ProfileOption``, or a profile of your own.
+            on_progress: told how far a slow start came; the default is a bar on a terminal's stderr.
+            device: of the embedded engine, as the following: ``cpu``, ``cuda``, ``auto``.
+            variants: the precisions that a plan may ask for, best quality first.
+            kv_tokens: how many tokens the KV cache holds.
+            n_threads: threads of one step.
+            host: ``process`` for a worker of the client's own, ``thread`` for this process.
+            tracing: whether turns are recorded through OpenTelemetry's API.
+            clock: monotonic seconds; tests give a ``paceline.testing.ManualClock``.
+            policy: decides instead of the predictor and its profile.
+        """
+        options = {"device": device, "variants": variants, "kv_tokens": kv_tokens, "n_threads": n_threads}
+        given = {name: value for name, value in options.items() if value is not None}
+        if backend is not None and (given or host != "process"):
+            raise InvalidValueError(
+                next(iter(given), "host"),
+                observed=next(iter(given.values()), host),
+                limit="left out where a backend is given",
+                remedy="configure the backend that you pass",
+            )
+        check_slo(slo)
+        if profile not in ("auto", "calibrate", "quick", "assume") and not isinstance(profile, Profile):
+            raise UnknownOptionError(
+                "profile",
+                observed=profile,
+                limit="'auto', 'calibrate', 'quick', 'assume' or a Profile",
+                remedy="'auto' reads the saved one, or calibrates",
+            )
+        self._model = model
+        self._backends = None if backend is None else _named(backend)
+        self._engine_options: dict[str, Any] = {**given, "host": host}
+        self._slo = SLO() if slo is None else slo
+        self._profile: ProfileOption | Profile = profile
+        self._on_progress = on_progress
+        self._tracing = tracing
+        self._clock = clock
+        self._policy = policy
+        self._ready: Ready | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._starting: concurrent.futures.Future[None] | None = None
+        self._pid = os.getpid()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def slo(self) -> SLO:
+        """What turns get that name none."""
+        return self._slo
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def models(self) -> Mapping[str, ModelInfo]:
+        """What each backend serves, by the backend's name; empty before the start."""
+        ready = self._ready
+        return {} if ready is None else {name: each.info for name, each in ready.served.items()}
+
+    async def start(self) -> None:
+        """Load the model, and calibrate where no profile is saved; calling it again returns at once.
+
+        Raises:
+            ModelError, MissingExtraError: see ``Backend.start``.
+            ClosedError: the client was closed, or belongs to the parent process.
+        """
+        await self._started()
+
+    async def _started(self) -> Ready:
+        while True:
+            self._check_usable()
+            if self._ready is not None:
+                return self._ready
+            with self._lock:
+                starting, mine = self._starting, concurrent.futures.Future[None]()
+                if starting is None:
+                    self._starting = mine
+            if starting is not None:
+                # Shielded: a waiter that is cancelled must not cancel the start for the others.
+                await asyncio.shield(asyncio.wrap_future(starting))
+                continue
+            try:
+                self._ready = await self._start()
+            except BaseException as error:
+                with self._lock:
+                    self._starting = None
+                if isinstance(error, Exception):
+                    mine.set_exception(error)
+                else:
+                    mine.set_result(None)
+                raise
+            mine.set_result(None)
+            return self._ready
+
+    async def _start(self) -> Ready:
+        if self._backends is None:
+            self._backends = _named(_embedded(self._model, self._engine_options))
+        with default_progress(self._on_progress) as on_progress:
+            served = {
+                name: Served(backend=backend, info=await backend.start(on_progress))
+                for name, backend in self._backends.items()
+            }
+            policy = self._policy
+            if policy is None:
+                policy = await _planner(served, self._profile, on_progress)
+        return Ready(served=served, policy=policy)
+
+    async def aclose(self) -> None:
+        """Save what was learned, end all that runs and close the backends; again does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        if self._ready is not None:
+            self._ready.policy.save()
+        for backend in (self._backends or {}).values():
+            await backend.aclose()
+
+    def turn(self, name: str = "agent", *, slo: SLO | None = None) -> AsyncTurn:
+        """A turn, to be opened with ``async with``. Its budgets count from there.
+
+        Args:
+            name: of the agent, for traces and reports.
+            slo: the budgets; the default is the client's.
+        """
+        self._check_usable()
+        check_slo(slo)
+        return AsyncTurn(
+            name=name,
+            slo=self._slo if slo is None else slo,
+            clock=self._clock,
+            start=self._started,
+            start_span=self._start_span,
+        )
+
+    async def warm(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        salt: str = "",
+        adapter: str | None = None,
+    ) -> Usage:
+        """Prefill a prefix, such as a long system policy, into the prefix cache ahead of any turn.
+
+        One token is generated at the best variant, whose blocks serve all others too. It counts against
+        no turn's budgets. Returns the usage on the first backend.
+        """
+        checked = check_messages(messages)
+        ready = await self._started()
+
+        async def one(served: Served) -> Usage:
+            prompt = await served.backend.prepare(checked, tools=tools)
+            request = GenerationRequest(
+                id=uuid4().hex, prompt=prompt, salt=salt, adapter=adapter, ignore_eos=True
+            )
+            plan = Plan(mode=Mode(variant=served.info.variants[0]), max_tokens=1)
+            usage = Usage(prompt_tokens=prompt.n_tokens, completion_tokens=0)
+            async for chunk in served.backend.submit(request, plan):
+                if chunk.finish is not None:
+                    usage = chunk.finish.usage
+            return usage
+
+        return (await asyncio.gather(*(one(served) for served in ready.served.values())))[0]
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("this client belongs to the parent process: make one after the fork")
+        if self._closed:
+            raise ClosedError("the client is closed: make a new one")
+
+    def _start_span(self, name: str, *, slo: SLO, started_at_s: float) -> TurnSpan:
+        if self._tracing:
+            from paceline.tracing.spans import start_turn
+
+            return start_turn(name, slo=slo, started_at_s=started_at_s)
+        from paceline.untraced import UntracedTurn
+
+        return UntracedTurn()
+
+
+async def _planner(
+    served: Mapping[str, Served], option: ProfileOption | Profile, on_progress: OnProgress
+) -> Planner:
+    from paceline import profiles
+    from paceline.calibrate import version
+
+    found: dict[str, Profile] = {}
+    savers: dict[str, Callable[[Profile], object]] = {}
+    for name, each in served.items():
+        found[name], learns = await profile_of(each, option, on_progress=on_progress)
+        if learns:
+            path = profiles.profile_path(each.info, version=version())
+            savers[name] = partial(profiles.save, path)
+    return Planner(served, found, save=savers)
+
+
+def _named(backend: Backend | Sequence[Backend]) -> dict[str, Backend]:
+    backends = list(backend) if isinstance(backend, Sequence) else [backend]
+    names = [each.name for each in backends]
+    if not backends or len(set(names)) != len(names):
+        raise InvalidValueError(
+            "backend",
+            observed=names,
+            limit="at least one, each with a name of its own",
+            remedy="give each backend another name",
+        )
+    return dict(zip(names, backends, strict=True))
+
+
+def _embedded(model: str, options: dict[str, Any]) -> Backend:
+    # Looked for, not imported: torch belongs into the worker, and takes seconds to load.
+    if any(find_spec(needed) is None for needed in ("tokenizers", "torch")):
+        raise MissingExtraError("engine", needed_for="the embedded engine")
+    from paceline_engine.backends.embedded import EmbeddedBackend, EmbeddedConfig
+
+    return EmbeddedBackend(EmbeddedConfig(model=model, **options))

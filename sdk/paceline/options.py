@@ -1,0 +1,238 @@
+"""The keyword arguments of ``stream`` and ``generate``, checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict, cast
+
+from paceline_engine.errors import InvalidValueError, UnknownOptionError
+from paceline_engine.request import Message, SamplingParams
+from paceline_policies.slo import SLO
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Every option of a generation beside ``max_tokens``; the sampling ones are ``SamplingParams``."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    min_tokens: int
+    logprobs: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    n: int
+    ignore_eos: bool
+    salt: str
+    adapter: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Checked options of one generation."""
+
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    ignore_eos: bool = False
+    salt: str = ""
+    adapter: str | None = None
+
+
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_INTEGERS = ("top_k", "min_tokens", "n")
+_OPTIONAL_INTEGERS = ("seed", "logprobs")
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+
+
+def parse_options(given: Mapping[str, Any]) -> Options:
+    """Check names, types and ranges.
+
+    Raises:
+        UnknownOptionError: a name that is none of ``GenerateOptions``, with the closest ones.
+        InvalidValueError: a value of the wrong type or out of range.
+    """
+    values = dict(given)
+    for name in values:
+        if name not in GenerateOptions.__annotations__:
+            raise _unknown(name)
+    for name, value in values.items():
+        _check_type(name, value)
+    if "logit_bias" in values:
+        values["logit_bias"] = _logit_bias(values["logit_bias"])
+    if "stop" in values:
+        stop = values["stop"]
+        values["stop"] = (stop,) if isinstance(stop, str) else _texts("stop", stop)
+        if not all(values["stop"]):
+            raise InvalidValueError(
+                "stop", observed=stop, limit="made of non-empty texts", remedy="drop the empty text"
+            )
+    if "stop_token_ids" in values:
+        values["stop_token_ids"] = _token_ids(values["stop_token_ids"])
+    if values.get("n", 1) < 1:
+        raise InvalidValueError("n", observed=values["n"], limit="at least 1", remedy="use 1 for one choice")
+    sampling = {name: values.pop(name) for name in list(values) if name in _SAMPLING}
+    return Options(sampling=SamplingParams(**sampling), **values)
+
+
+def check_max_tokens(max_tokens: object) -> int | None:
+    """The cap as given, or None where the budgets are to set it."""
+    if max_tokens is None:
+        return None
+    if not _is_int(max_tokens) or cast("int", max_tokens) < 1:
+        raise InvalidValueError(
+            "max_tokens",
+            observed=max_tokens,
+            limit="an integer of at least 1, or None",
+            remedy="use turn.choose() to score options without generating",
+        )
+    return cast("int", max_tokens)
+
+
+def check_messages(messages: object) -> tuple[Message, ...]:
+    """A conversation as messages; a bare text is one user message.
+
+    Raises:
+        InvalidValueError: nothing in it, or something that is no message.
+    """
+    if isinstance(messages, str):
+        if not messages:
+            raise _no_messages(messages)
+        return ({"role": "user", "content": messages},)
+    if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
+        raise InvalidValueError(
+            "messages",
+            observed=messages,
+            limit="a text or a list of messages",
+            remedy="pass [{'role': 'user', 'content': '...'}]",
+        )
+    found = cast("Sequence[object]", messages)
+    if not found:
+        raise _no_messages(found)
+    for place, message in enumerate(found):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidValueError(
+                f"messages[{place}]",
+                observed=message,
+                limit="a mapping with a 'role'",
+                remedy="pass {'role': 'user', 'content': '...'}",
+            )
+    return tuple(cast("Sequence[Message]", found))
+
+
+def check_options(options: object) -> tuple[str, ...]:
+    """The options of ``choose``: at least one non-empty text, each once."""
+    texts = _texts("options", options)
+    if not texts or not all(texts) or len(set(texts)) != len(texts):
+        raise InvalidValueError(
+            "options",
+            observed=options,
+            limit="at least one text, none empty and none twice",
+            remedy="give the texts to choose from, such as ['yes', 'no']",
+        )
+    return texts
+
+
+def check_slo(slo: object) -> SLO | None:
+    if slo is not None and not isinstance(slo, SLO):
+        raise InvalidValueError("slo", observed=slo, limit="an SLO or None", remedy="use paceline.SLO(...)")
+    return slo
+
+
+def check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise InvalidValueError("name", observed=name, limit="a non-empty text", remedy="pass a name")
+
+
+def _no_messages(observed: object) -> InvalidValueError:
+    return InvalidValueError(
+        "messages", observed=observed, limit="non-empty", remedy="pass at least one message"
+    )
+
+
+def _unknown(name: str) -> UnknownOptionError:
+    known = sorted(GenerateOptions.__annotations__)
+    close = difflib.get_close_matches(name, [*known, "max_tokens", "slo", "tools"], n=3, cutoff=0.6)
+    remedy = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(known)}"
+    return UnknownOptionError("option", observed=name, limit="one that a generation knows", remedy=remedy)
+
+
+def _check_type(name: str, value: object) -> None:
+    def require(ok: bool, limit: str, remedy: str) -> None:
+        if not ok:
+            raise InvalidValueError(name, observed=value, limit=limit, remedy=remedy)
+
+    if name in _NUMBERS:
+        require(
+            isinstance(value, (int, float)) and not isinstance(value, bool),
+            "a number",
+            "leave it out for none",
+        )
+    elif name in _INTEGERS:
+        require(_is_int(value), "an integer", "leave it out for the default")
+    elif name in _OPTIONAL_INTEGERS:
+        require(value is None or _is_int(value), "an integer or None", "use None for none")
+    elif name == "ignore_eos":
+        require(isinstance(value, bool), "True or False", "False ends at the model's end tokens")
+    elif name == "salt":
+        require(isinstance(value, str), "a text", "use one text for each tenant")
+    elif name == "adapter":
+        require(value is None or isinstance(value, str), "a name or None", "use None for the base model")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    items = cast("Sequence[object]", value)
+    if (
+        isinstance(value, (str, bytes, Mapping))
+        or not isinstance(value, Sequence)
+        or not all(isinstance(item, str) for item in items)
+    ):
+        raise InvalidValueError(
+            name, observed=value, limit="a list of texts", remedy="put the texts into a list"
+        )
+    return tuple(cast("Sequence[str]", value))
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    items = cast("Sequence[object]", value)
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not all(map(_is_int, items)):
+        raise InvalidValueError(
+            "stop_token_ids", observed=value, limit="a list of token ids", remedy="use stop for texts"
+        )
+    return tuple(cast("Sequence[int]", value))
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidValueError(
+            "logit_bias", observed=value, limit="a mapping of token ids to numbers", remedy="pass {id: bias}"
+        )
+    found = cast("Mapping[object, object]", value)
+    for token_id, bias in found.items():
+        if not _is_int(token_id) or isinstance(bias, bool) or not isinstance(bias, (int, float)):
+            raise InvalidValueError(
+                "logit_bias",
+                observed={token_id: bias},
+                limit="a mapping of token ids to numbers",
+                remedy="token ids are integers, biases are numbers",
+            )
+    return cast("dict[int, float]", dict(found))
