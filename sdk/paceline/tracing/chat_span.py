@@ -181,7 +181,7 @@ class RecordedChat:
             phases.append(_PhaseSpan(span, phase.started_at_s, phase.ended_at_s))
         for event in timeline.events:
             self._add_event(event, phases)
-        self._add_deadlines(timeline, getattr(record, "slo", None), phases, ended_at_s)
+        self._add_deadlines(record, timeline, phases, ended_at_s)
         for child in phases:
             child.span.end(end_time=wall(child.ended_at_s))
 
@@ -194,11 +194,12 @@ class RecordedChat:
         )
 
     def _add_deadlines(
-        self, timeline: Timeline, own: SLO | None, phases: list[_PhaseSpan], ended_at_s: float
+        self, record: GenerationRecord, timeline: Timeline, phases: list[_PhaseSpan], ended_at_s: float
     ) -> None:
         """Mark the time to first token on this span, and the time per token where decoding was."""
-        slo, tokens = self._recorder.slo if own is None else own, timeline.tokens
-        if slo.ttft_ms is not None:
+        own, tokens = record.slo, timeline.tokens
+        slo = self._recorder.slo if own is None else own
+        if slo.ttft_ms is not None and record.kind == "chat":
             deadline_s = self._started_at_s + slo.ttft_ms / 1e3
             if (taken_at(tokens[0]) if tokens else ended_at_s) > deadline_s:
                 self._recorder.add_deadline(self._span, "ttft", limit_ms=slo.ttft_ms, at_s=deadline_s)
