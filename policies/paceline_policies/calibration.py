@@ -29,21 +29,19 @@ class Probe:
 
 _FULL = (
     # (prompt tokens, output tokens, concurrency): short prompts say what a pass costs, long ones what
-    # a token costs; repeated in another order, so that a slow moment does not hit one size alone.
+    # a token costs; sizes are mixed, so that a slow moment does not hit one end alone.
     (1, 8, 1),
-    (1400, 8, 1),
+    (1100, 8, 1),
     (64, 8, 1),
-    (256, 12, 1),
-    (16, 12, 4),
-    (600, 4, 1),
+    (16, 10, 4),
     (4, 12, 1),
-    (256, 6, 4),
-    (128, 6, 1),
+    (200, 6, 1),
+    (40, 6, 4),
+    (128, 4, 1),
     (24, 8, 1),
-    (384, 4, 1),
-    (64, 8, 1),
-    (1, 6, 1),
-    (160, 4, 1),
+    (320, 4, 1),
+    (1, 4, 1),
+    (80, 4, 1),
 )
 _QUICK = ((1, 6, 1), (320, 6, 1), (32, 6, 1), (16, 6, 4), (128, 6, 1), (1, 4, 1))
 
@@ -51,8 +49,8 @@ _QUICK = ((1, 6, 1), (320, 6, 1), (32, 6, 1), (16, 6, 4), (128, 6, 1), (1, 4, 1)
 def probes(info: ModelInfo, quick: bool = False) -> tuple[Probe, ...]:
     """What to run, in order; the first of each variant warms it up and is not fitted.
 
-    About 3,700 prompt tokens and 180 passes for each variant: with 400 prompt tokens per second and
-    30 ms a pass some 15 s, a third of it in the longest prompt; ``quick`` needs a fifth. Sizes that the
+    About 2,150 prompt tokens and 90 passes for each variant: with 250 prompt tokens per second and 35 ms
+    a pass some 12 s, half of it in the longest prompt; ``quick`` needs a third. Sizes that the
     context does not hold are cut to what it holds. Variants take turns, so that a change of the
     machine's speed meets all of them alike.
     """
@@ -139,12 +137,10 @@ def _fit_variant(runs: Sequence[tuple[Probe, Timeline]], overhead_s: float, gap_
     for i, (probe, line, steps) in enumerate(per_run):
         # Beside others, the wait for their prefill is not in this timeline's own steps.
         others = _distinct(steps for j, (_, _, steps) in enumerate(per_run) if j != i)
-        if (
-            probe.concurrency == 1
-            and others
-            and (sample := _left_out(fit(others), line, steps, overhead_s, gap_s))
-        ):
-            samples.append(sample)
+        if probe.concurrency == 1 and others:
+            model = fit(others, knees=(step.knee,))
+            if (sample := _left_out(model, line, steps, overhead_s, gap_s)) is not None:
+                samples.append(sample)
     return VariantProfile(step=step, samples=tuple(samples))
 
 

@@ -114,14 +114,14 @@ def features(steps: Sequence[StepTime], knee: int) -> FloatArray:
     return rows
 
 
-def fit(steps: Iterable[StepTime]) -> StepModel:
+def fit(steps: Iterable[StepTime], *, knees: Sequence[int] = _KNEES) -> StepModel:
     """Fit the form to steps of one variant.
 
     Minimizes the relative error, sum of w · ((predicted - measured) / predicted)², over non-negative
     coefficients, by iteratively reweighted least squares with Huber's weights (Huber, 1964; the scale is
     the median absolute deviation), so that a few slow steps of a shared machine do not bend it. Steps
-    that prefill weigh as much in sum as steps that do not. The knee is the one of a small grid whose
-    absolute relative errors sum least; without a clear gain there is none.
+    that prefill weigh as much in sum as steps that do not. The knee is the one of ``knees`` whose
+    absolute relative errors sum least; a later one must be better by 5%.
 
     Raises:
         InvalidValueError: no step took any time.
@@ -139,7 +139,7 @@ def fit(steps: Iterable[StepTime]) -> StepModel:
         balance[prefills] = (len(usable) - n_prefills) / n_prefills
     best: StepModel | None = None
     best_loss = np.inf
-    for knee in _KNEES:
+    for knee in knees:
         coefficients, errors = _robust_fit(features(usable, knee), seconds, balance)
         loss = float((balance * np.minimum(np.abs(errors), 1.0)).sum())
         if best is None or loss < 0.95 * best_loss:
