@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+
 from paceline_engine.backends.embedded import EmbeddedBackend, EmbeddedConfig
 from paceline_engine.chunk import Chunk
 from paceline_engine.mode import Mode, Variant

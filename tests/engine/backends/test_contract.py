@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+
 from paceline_engine.backends.base import Progress
 from paceline_engine.chunk import FinishReason
 from paceline_engine.errors import (

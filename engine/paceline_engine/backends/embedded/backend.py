@@ -18,7 +18,13 @@ from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig
 from paceline_engine.backends.embedded.messages import RenewPolicy, portable
 from paceline_engine.backends.embedded.session import Session
-from paceline_engine.backends.embedded.stream import EmbeddedStream, Opened, PendingCall, check_owner
+from paceline_engine.backends.embedded.stream import (
+    EmbeddedStream,
+    Opened,
+    PendingCall,
+    check_owner,
+    refuse_expired,
+)
 from paceline_engine.backends.embedded.supervisor import Supervisor
 from paceline_engine.chunk import Chunk, ScoreResult
 from paceline_engine.errors import BackendError, ModelLoadError, PacelineError
@@ -179,6 +185,8 @@ class EmbeddedBackend:
         self, request: GenerationRequest | ScoreRequest, plan: Plan, submitted_at_s: float
     ) -> Opened:
         session = await self._ready()
+        # Waiting for a worker may have used the time up.
+        refuse_expired(plan, time.monotonic())
         if isinstance(request, ScoreRequest):
             return session, session.submit(request, plan, submitted_at_s=submitted_at_s)
         return session, session.submit(request, plan, submitted_at_s=submitted_at_s)

@@ -94,8 +94,8 @@ class ProcessTransport:
         self._end(process, connection, keeper, writer, reason)
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        if not sys.executable:
-            raise RuntimeError("this Python has no executable to start: use host='thread'")
+        if not sys.executable or os.name != "posix":
+            raise RuntimeError("no worker can be started from this Python or system: use host='thread'")
         ours, theirs = socket.socketpair()
         try:
             process = subprocess.Popen(

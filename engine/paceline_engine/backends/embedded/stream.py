@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import time
@@ -84,7 +85,13 @@ class PendingCall:
     async def _open(self) -> None:
         submitted_at_s = time.monotonic()
         refuse_expired(self._plan, submitted_at_s)
-        session, call = await self._open_call(submitted_at_s)
+        # The worker may have to be started first: the plan's limits hold for that wait too.
+        until_s, give_up = self._limit(submitted_at_s)
+        try:
+            async with asyncio.timeout(None if until_s is None else until_s - submitted_at_s):
+                session, call = await self._open_call(submitted_at_s)
+        except TimeoutError:
+            raise give_up() from None
         self._opened = session, call
         finalizer = weakref.finalize(self, session.abandon, call)
         # At interpreter exit the worker ends anyway.
@@ -136,8 +143,8 @@ class PendingCall:
 
     @property
     def phase(self) -> str:
-        """``prefill`` before the first token (its queue included), then ``decode``."""
-        return "prefill"
+        """``queue`` until the request is sent, ``prefill`` until its first token, then ``decode``."""
+        return "queue" if self._opened is None else "prefill"
 
 
 class EmbeddedStream(PendingCall):
@@ -193,7 +200,7 @@ class EmbeddedStream(PendingCall):
 
     @property
     def phase(self) -> str:
-        return "decode" if self._has_tokens else "prefill"
+        return "decode" if self._has_tokens else super().phase
 
 
 def refuse_expired(plan: Plan, now_s: float) -> None:
