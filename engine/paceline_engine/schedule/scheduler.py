@@ -256,7 +256,7 @@ class Scheduler:
         blocks: list[int] = []
         match = None
         if sequence.scope is not None:
-            match = self.pool.match(sequence.token_ids, sequence.scope, sequence.variant)
+            match = self.pool.match(sequence.reusable_ids, sequence.scope, sequence.variant)
             blocks += match.blocks
         self.pool.retain(blocks)
         missing = self._blocks_for(len(sequence.token_ids)) - len(blocks)

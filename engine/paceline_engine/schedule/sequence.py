@@ -74,6 +74,14 @@ class SequenceState:
         return len(self.token_ids) - self.n_prompt
 
     @property
+    def reusable_ids(self) -> list[int]:
+        """The tokens, but for the last of them, whose KV may come from the prefix cache.
+
+        Of a scored option none may: the logits of each of its tokens are wanted.
+        """
+        return self.token_ids[: self.n_prompt + 1] if self.scored else self.token_ids
+
+    @property
     def decoding(self) -> bool:
         """Needs one more token's KV, and then draws the next."""
         return not self.scored and bool(self.blocks) and self.n_output > 0 and self.n_remaining == 1
