@@ -77,24 +77,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that would change the maths, with the values at which they do not."""
 _ROPE_FIELDS = frozenset(
-    [
-        "rope_type",
-        "type",
-        "rope_theta",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-        "partial_rotary_factor",
-        "finetuned",
-    ]
-)
+    (
+        "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+        "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned",
+    )
+)  # fmt: skip
 
 T = TypeVar("T")
 

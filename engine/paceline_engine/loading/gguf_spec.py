@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline_engine.errors import ModelLoadError, UnsupportedModelError
-from paceline_engine.loading.gguf_header import GgufHeader, StringArray
+from paceline_engine.loading.gguf_header import GgufHeader
 from paceline_engine.loading.layout import MAX_LAYERS, check_spec
 from paceline_engine.model.spec import Activation, LayerKind, ModelSpec, RopeSpec
 
@@ -126,8 +126,13 @@ def bos_token_id(header: GgufHeader) -> int | None:
     return header.get("tokenizer.ggml.bos_token_id", int) if adds or writes else None
 
 
-def end_token_ids(header: GgufHeader) -> tuple[int, ...]:
-    """The end tokens that the metadata names, and the turn's ends that llama.cpp knows by their text."""
+def end_token_ids(
+    header: GgufHeader, control_id: Callable[[str], int | None] | None = None
+) -> tuple[int, ...]:
+    """The end tokens that the metadata names, and the turn's ends that llama.cpp knows by their text.
+
+    ``control_id`` finds a control token by its text; without it the vocabulary is read for that.
+    """
     named = [
         header.get(key, int)
         for key in (
@@ -137,14 +142,18 @@ def end_token_ids(header: GgufHeader) -> tuple[int, ...]:
         )
         if key in header.metadata
     ]
-    found: list[int] = []
-    tokens = header.metadata.get("tokenizer.ggml.tokens")
-    kinds = header.metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, StringArray) and isinstance(kinds, tuple):
-        pieces = header.strings("tokenizer.ggml.tokens")
-        control = {piece: index for index, (piece, kind) in enumerate(zip(pieces, kinds)) if kind == 3}
-        found = [control[piece] for piece in _END_PIECES if piece in control]
+    if control_id is None:
+        control_id = _control_tokens(header).get
+    found = [token_id for piece in _END_PIECES if (token_id := control_id(piece)) is not None]
     return tuple(dict.fromkeys(named + found))
+
+
+def _control_tokens(header: GgufHeader) -> dict[str, int]:
+    kinds = header.metadata.get("tokenizer.ggml.token_type")
+    if "tokenizer.ggml.tokens" not in header.metadata or not isinstance(kinds, tuple):
+        return {}
+    pieces = header.strings("tokenizer.ggml.tokens")
+    return {piece: index for index, (piece, kind) in enumerate(zip(pieces, kinds, strict=False)) if kind == 3}
 
 
 def _windows(header: GgufHeader, arch: str, n_layers: int) -> tuple[tuple[LayerKind, ...], int | None]:

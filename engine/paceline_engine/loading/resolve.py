@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -89,10 +90,8 @@ def _folder(model: str, path: Path) -> Path:
 
 def _closest(model: str, path: Path) -> str:
     names = {DEMO_NAME: DEMO_NAME}
-    try:
+    with contextlib.suppress(OSError, ValueError):
         names |= {entry.name: str(entry) for entry in path.parent.iterdir()}
-    except (OSError, ValueError):
-        pass
     close = difflib.get_close_matches(path.name, list(names), n=3, cutoff=0.6)
     if close:
         return f"did you mean {' or '.join(names[name] for name in close)}?"

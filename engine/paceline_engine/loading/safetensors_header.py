@@ -21,26 +21,11 @@ FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
 READ_TYPES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 """Type to bytes per value."""
 _OTHER_TYPES = frozenset(
-    [
-        "BOOL",
-        "U8",
-        "I8",
-        "F8_E5M2",
-        "F8_E4M3",
-        "F8_E8M0",
-        "F4",
-        "F6_E2M3",
-        "F6_E3M2",
-        "I16",
-        "U16",
-        "I32",
-        "U32",
-        "F64",
-        "I64",
-        "U64",
-        "C64",
-    ]
-)
+    (
+        "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "I16", "U16",
+        "I32", "U32", "F64", "I64", "U64", "C64",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
