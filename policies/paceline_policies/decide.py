@@ -82,7 +82,7 @@ def infeasible_message(decision: Decision, slo: SLO) -> str:
         f"{nearest.reason}"
     )
     remedy = decision.remedy.change if decision.remedy is not None else "allow more time"
-    return f"{text}; {remedy}, or say else='degrade' to run it anyway"
+    return f"{text}; {remedy}, or set on_infeasible='degrade' to run it anyway"
 
 
 def _infeasible(

@@ -79,21 +79,12 @@ class StepModel:
 
     def step_seconds(self, step: StepTime) -> float:
         """Predicted time of a step that was run."""
-        return float(features([step], self.knee)[0] @ self.coefficients)
-
-    @property
-    def coefficients(self) -> FloatArray:
-        return np.array(
-            [
-                self.fixed_s,
-                self.chunk_s,
-                self.small_s,
-                self.large_s,
-                self.decode_s,
-                self.kv_s,
-                self.pair_s,
-            ]
-        )
+        seconds = self.fixed_s + self.decode_s * step.decode_tokens + self.pair_s * step.attended_pairs
+        if step.prefill_tokens:
+            below = min(step.prefill_tokens, self.knee)
+            above = step.prefill_tokens - below
+            return seconds + self.chunk_s + self.small_s * below + self.large_s * above
+        return seconds + self.kv_s * step.context_tokens
 
 
 def features(steps: Sequence[StepTime], knee: int) -> FloatArray:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import timeit
 from dataclasses import replace
 from typing import Any
 
@@ -182,9 +182,7 @@ def test_spent_budget_of_a_hard_slo(calibrated: Predictor, info: ModelInfo, acti
     assert decision.action == "reject"
 
 
-def test_soft_deadline_that_would_pass_in_the_queue_is_left_out(
-    calibrated: Predictor, info: ModelInfo
-) -> None:
+def test_soft_deadline_that_would_pass_in_the_queue(calibrated: Predictor, info: ModelInfo) -> None:
     """A soft deadline that is predicted to pass before the first token would only get the work refused."""
     plan = choose(TIGHT, state(calibrated, info, waiting=4, waiting_prefill_tokens=9000)).plan
     assert plan is not None
@@ -249,9 +247,7 @@ def test_remedy_counts_what_is_spent(calibrated: Predictor, info: ModelInfo) -> 
     assert choose(slo, state(calibrated, info), left=again, max_tokens=20).feasible
 
 
-def test_backends_are_compared(
-    make_machine: Callable[..., Any], calibrated: Predictor, info: ModelInfo
-) -> None:
+def test_backends_are_compared(calibrated: Predictor, info: ModelInfo) -> None:
     """Of two backends with the same modes the one whose queue is short is taken where the other misses."""
     busy = state(calibrated, info, name="busy", waiting=3, waiting_prefill_tokens=3000)
     idle = state(calibrated, info, name="idle")
@@ -365,11 +361,8 @@ def test_tighter_never_takes_a_slower_mode(
 
 def test_deciding_is_quick(calibrated: Predictor, info: ModelInfo) -> None:
     """Predicting every mode of a backend takes well under a millisecond on an idle core."""
-    import timeit
-
-    here = state(
-        calibrated, info, running=4, running_context_tokens=900, waiting=2, waiting_prefill_tokens=500
-    )
+    busy = {"running": 4, "running_context_tokens": 900, "waiting": 2, "waiting_prefill_tokens": 500}
+    here = state(calibrated, info, **busy)
 
     def predict_all() -> None:
         for mode in here.modes:
