@@ -88,13 +88,7 @@ class AsyncClient:
                 remedy="configure the backend that you pass",
             )
         check_slo(slo)
-        if profile not in ("auto", "calibrate", "quick", "assume") and not isinstance(profile, Profile):
-            raise UnknownOptionError(
-                "profile",
-                observed=profile,
-                limit="'auto', 'calibrate', 'quick', 'assume' or a Profile",
-                remedy="'auto' reads the saved one, or calibrates",
-            )
+        _check_profile(profile)
         self._model = model
         self._backends = None if backend is None else _named(backend)
         self._engine_options: dict[str, Any] = {**given, "host": host}
@@ -253,6 +247,17 @@ class AsyncClient:
         from paceline.untraced import UntracedTurn
 
         return UntracedTurn()
+
+
+def _check_profile(profile: object) -> None:
+    if isinstance(profile, Profile) or profile in ("auto", "calibrate", "quick", "assume"):
+        return
+    raise UnknownOptionError(
+        "profile",
+        observed=profile,
+        limit="'auto', 'calibrate', 'quick', 'assume' or a Profile",
+        remedy="'auto' reads the saved one, or calibrates",
+    )
 
 
 async def _planner(
