@@ -103,7 +103,7 @@ class WeightStore:
             if tensor.shape[1:] != part.shape[1:] or n_rows != part.shape[0]:
                 raise ModelLoadError(
                     str(self._checkpoint.path),
-                    reason=f"{list(tensor.shape)} does not fit {list(part.shape)}, which the metadata asks for",
+                    reason=f"{list(tensor.shape)} does not fit {list(part.shape)}, which the metadata needs",
                     remedy="fetch the model again: its metadata and weights are not of one model",
                     tensor=name,
                 )
