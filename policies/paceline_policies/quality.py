@@ -42,10 +42,10 @@ def quality(*, reference: Sequence[float], variant: Sequence[float], tokens: Seq
             limit="one count of at least 1 for each window of both variants",
             remedy="score the same non-empty windows with both",
         )
-    if not all(math.isfinite(each) and each <= 0 for each in (*reference, *variant)):
+    if not all(math.isfinite(each) and each <= 1e-6 for each in (*reference, *variant)):
         raise InvalidValueError(
             "variant",
-            observed=next(e for e in (*variant, *reference) if not (math.isfinite(e) and e <= 0)),
+            observed=next(e for e in (*variant, *reference) if not (math.isfinite(e) and e <= 1e-6)),
             limit="made of finite log probabilities, 0 or less",
             remedy="pass sums of natural log probabilities",
         )
