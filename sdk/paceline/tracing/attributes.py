@@ -18,6 +18,9 @@ from paceline_policies.slo import SLO
 
 Attributes = dict[str, AttributeValue]
 
+_MOST_REJECTED = 32
+"""Rejected modes that are told with their reasons."""
+
 
 def of_slo(slo: SLO) -> Attributes:
     """The budgets of a turn; a budget that is left out has no attribute."""
@@ -148,7 +151,7 @@ def _rejected_json(rejected: Sequence[Candidate]) -> str:
             "e2e_p90_ms": round(candidate.prediction.e2e.p90_ms, 1),
             "quality": round(candidate.quality, 4),
         }
-        for candidate in rejected
+        for candidate in rejected[:_MOST_REJECTED]
     ]
     return json.dumps(rows, ensure_ascii=False)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from opentelemetry.context import Context
@@ -20,6 +22,17 @@ from paceline_engine.chunk import FinishReason
 from paceline_engine.timeline import Timeline, TimelineEvent
 from paceline_policies.decision import Decision
 from paceline_policies.slo import SLO
+
+_logger = logging.getLogger("paceline.tracing")
+
+
+@contextmanager
+def harmless() -> Generator[None]:
+    """Keep an error of the recording (a broken processor, an object without a text) out of the turn."""
+    try:
+        yield
+    except Exception:
+        _logger.warning("a span could not be recorded in full; the turn is not affected", exc_info=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +110,16 @@ class RecordedChat:
         """Record the decision, with ``paceline.decide`` as a child."""
         if not self._span.is_recording():
             return
-        found = attributes.of_decision(decision)
-        wall = self._recorder.anchor.wall
-        decide = self._recorder.tracer.start_span(
-            names.DECIDE_SPAN, context=self._context, start_time=wall(started_at_s), attributes=found
-        )
-        decide.end(end_time=wall(max(started_at_s, ended_at_s)))
-        self._span.set_attributes(found)
-        if decision.plan is not None:
-            self._span.set_attribute(names.REQUEST_MAX_TOKENS, decision.plan.max_tokens)
+        with harmless():
+            found = attributes.of_decision(decision)
+            self._span.set_attributes(found)
+            if decision.plan is not None:
+                self._span.set_attribute(names.REQUEST_MAX_TOKENS, decision.plan.max_tokens)
+            wall = self._recorder.anchor.wall
+            decide = self._recorder.tracer.start_span(
+                names.DECIDE_SPAN, context=self._context, start_time=wall(started_at_s), attributes=found
+            )
+            decide.end(end_time=wall(max(started_at_s, ended_at_s)))
 
     def end(
         self, record: GenerationRecord, *, output_text: str | None = None, error: BaseException | None = None
@@ -115,12 +129,12 @@ class RecordedChat:
             return
         timeline = record.timeline
         ended_at_s = _end_of(timeline, now_s=self._recorder.anchor.now_s)
-        try:
-            if self._span.is_recording():
+        if self._span.is_recording():
+            with harmless():
                 self._record(record, _closed(timeline, ended_at_s), output_text, error, ended_at_s)
+        with harmless():
             self._measure(record, error, ended_at_s)
-        finally:
-            self._finish(ended_at_s)
+        self._finish(ended_at_s)
 
     def abandon(self, *, ended_at_s: float) -> None:
         """End it as cancelled, where nobody told how it went."""
@@ -135,7 +149,8 @@ class RecordedChat:
         return first
 
     def _finish(self, ended_at_s: float) -> None:
-        self._span.end(end_time=self._recorder.anchor.wall(max(ended_at_s, self._started_at_s)))
+        with harmless():
+            self._span.end(end_time=self._recorder.anchor.wall(max(ended_at_s, self._started_at_s)))
         self._on_end(self)
 
     def _record(
@@ -183,7 +198,8 @@ class RecordedChat:
             self._add_event(event, phases)
         self._add_deadlines(record, timeline, phases, ended_at_s)
         for child in phases:
-            child.span.end(end_time=wall(child.ended_at_s))
+            with harmless():
+                child.span.end(end_time=wall(child.ended_at_s))
 
     def _add_event(self, event: TimelineEvent, phases: list[_PhaseSpan]) -> None:
         name = event.name if event.name.startswith("paceline.") else f"paceline.{event.name}"

@@ -75,7 +75,7 @@ def tool_attributes(
     """The caller's attributes of a tool call, without its arguments and results unless opted in."""
     kept: dict[str, AttributeValue] = {}
     for key, value in attributes.items():
-        holds_content = key.rpartition(".")[2].lower() in _CONTENT_KEYS
+        holds_content = str(key).rpartition(".")[2].lower() in _CONTENT_KEYS
         if holds_content and not record_content:
             continue
         if isinstance(value, bool | int | float):
@@ -90,7 +90,7 @@ def tool_attributes(
 def event_attributes(attributes: Mapping[str, Any]) -> dict[str, AttributeValue]:
     """The scalars of an engine's event; labels are cut short, anything else is left out."""
     return {
-        key: shorten(value, _LABEL_LIMIT) if isinstance(value, str) else value
+        key: label(value) if isinstance(value, str) else value
         for key, value in attributes.items()
         if isinstance(value, bool | int | float | str)
     }
@@ -110,6 +110,11 @@ def output_messages(text: str, finish_reason: str | None, limit: int) -> str:
         "finish_reason": finish_reason or "error",
     }
     return shorten(_dump([message]), limit)
+
+
+def label(text: str) -> str:
+    """A name, cut where somebody took a whole text for one."""
+    return shorten(text, _LABEL_LIMIT)
 
 
 def shorten(text: str, limit: int) -> str:

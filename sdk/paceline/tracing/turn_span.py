@@ -16,7 +16,7 @@ from opentelemetry.util.types import AttributeValue
 
 from paceline.report import Report
 from paceline.tracing import attributes, content, names
-from paceline.tracing.chat_span import RecordedChat, Recorder
+from paceline.tracing.chat_span import RecordedChat, Recorder, harmless
 from paceline.tracing.clock import Anchor
 from paceline.tracing.instruments import instruments
 from paceline.tracing.settings import settings_of
@@ -59,12 +59,12 @@ class RecordedTool:
                 return
             self._ended = True
         ended_at_s = max(ended_at_s, self._started_at_s)
-        try:
-            if error is not None and self._span.is_recording():
+        if error is not None and self._span.is_recording():
+            with harmless():
                 self._recorder.record_error(self._span, error, at_s=ended_at_s)
-        finally:
+        with harmless():
             self._span.end(end_time=self._recorder.anchor.wall(ended_at_s))
-            self._on_end(self)
+        self._on_end(self)
 
     def abandon(self, *, ended_at_s: float) -> None:
         """End it as cancelled, where the turn ended first."""
@@ -88,6 +88,7 @@ class RecordedTurn:
         parent: Context,
     ) -> None:
         settings = settings_of(provider)
+        name = content.label(name)
         self._recorder = Recorder(
             tracer=_tracer(provider),
             instruments=instruments(metrics.get_meter_provider(), settings.conventions),
@@ -150,9 +151,10 @@ class RecordedTurn:
             attributes={**labels, names.BACKEND: backend},
         )
         if span.is_recording():
-            span.set_attributes(attributes.of_request(request))
-            if recorder.settings.record_content:
-                self._record_input(span, request, messages)
+            with harmless():
+                span.set_attributes(attributes.of_request(request))
+                if recorder.settings.record_content:
+                    self._record_input(span, request, messages)
         chat = RecordedChat(
             span,
             parent=parent,
@@ -168,7 +170,7 @@ class RecordedTurn:
     def start_tool(
         self, name: str, *, started_at_s: float, attributes: Mapping[str, Any] | None = None
     ) -> RecordedTool:
-        recorder, parent = self._recorder, self._parent()
+        recorder, parent, name = self._recorder, self._parent(), content.label(name)
         span = recorder.tracer.start_span(
             f"{names.EXECUTE_TOOL} {name}",
             context=parent,
@@ -177,13 +179,11 @@ class RecordedTurn:
         )
         if attributes and span.is_recording():
             settings = recorder.settings
-            span.set_attributes(
-                content.tool_attributes(
-                    attributes,
-                    record_content=settings.record_content,
-                    content_limit=settings.content_limit,
+            with harmless():
+                found = content.tool_attributes(
+                    attributes, record_content=settings.record_content, content_limit=settings.content_limit
                 )
-            )
+                span.set_attributes(found)
         tool = RecordedTool(
             span, parent=parent, recorder=recorder, started_at_s=started_at_s, on_end=self._forget_tool
         )
@@ -198,13 +198,15 @@ class RecordedTurn:
                 return
             self._ended = True
         ended_at_s = max(report.ended_at_s, self._started_at_s)
-        try:
+        with harmless():
             self._end_children(report, ended_at_s)
-            if self._span.is_recording():
+        if self._span.is_recording():
+            with harmless():
                 self._record(report, error, ended_at_s)
+        with harmless():
             for verdict in report.verdicts:
                 self._recorder.instruments.record_verdict(verdict)
-        finally:
+        with harmless():
             self._span.end(end_time=self._recorder.anchor.wall(ended_at_s))
 
     def _record(self, report: Report, error: BaseException | None, ended_at_s: float) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from opentelemetry import context as context_api
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
 from paceline.tracing import activate
+from paceline.tracing.settings import Settings, bind
 from paceline.tracing.spans import start_turn
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.request import Prompt, ScoreRequest
@@ -407,3 +408,39 @@ def test_the_trace_id_is_that_of_the_exported_spans(play: Play, captured: Any) -
     turn = play().run()
     span = captured.named("invoke_agent assistant")
     assert turn.trace_id == trace.format_trace_id(span.context.trace_id)
+
+
+class Unprintable:
+    """An object that has no text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_what_cannot_be_recorded_does_not_reach_the_turn(
+    play: Play, captured: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tool's odd attributes and an error without a text cost their attributes, not the turn."""
+    bind(captured.provider, Settings(record_content=True))
+    played = play(name="x" * 8_000_000)
+    turn = played.begin()
+    odd = {"arguments": Unprintable(), 3: "three", "fine": 1}
+    tool = turn.start_tool("t" * 8_000_000, started_at_s=played.started_at_s, attributes=odd)
+    tool.end(ended_at_s=played.started_at_s + 0.1, error=ValueError(Unprintable()))
+    turn.end(played.report())
+    assert len(captured.spans) == 2
+    assert all(len(span.name) < 300 for span in captured.spans)
+    assert {record.name for record in caplog.records} <= {"paceline.tracing", "opentelemetry.attributes"}
+
+
+def test_a_broken_processor_does_not_reach_the_turn(play: Play, captured: Any) -> None:
+    """A span processor of the application that raises at the end of every span is not the turn's problem."""
+
+    class Broken(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise RuntimeError(span.name)
+
+    captured.provider.add_span_processor(Broken())
+    play().run()
+    assert len(captured.spans) == 7
+    assert captured.named("chat gemma3-270m").attributes["gen_ai.usage.output_tokens"] == 5

@@ -168,7 +168,7 @@ def test_a_failed_call_is_an_error_without_its_words(spans: Any) -> None:
     assert chat.attributes["error.type"].endswith("BackendError")
     sent = encode_spans(spans.spans).SerializeToString()
     assert b"narwhal" not in sent
-    assert b"answer" not in sent
+    assert b"alpha" not in sent
 
 
 def test_choose_and_tools_are_in_the_tree(spans: Any) -> None:
