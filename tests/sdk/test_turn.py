@@ -360,7 +360,9 @@ def test_wrong_values_are_refused_at_once(options):
     play("x", body)
 
 
-@pytest.mark.parametrize("messages", ["", [], None, 3, [3], ["hi"], [{}], [{"content": "x"}], {"role": "user"}])
+@pytest.mark.parametrize(
+    "messages", ["", [], None, 3, [3], ["hi"], [{}], [{"content": "x"}], {"role": "user"}]
+)
 def test_empty_and_malformed_conversations_are_refused(messages):
     """A conversation needs at least one message with a role."""
 

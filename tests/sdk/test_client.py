@@ -1,0 +1,300 @@
+"""The client's life: start, loops and threads, close; and its face without async."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import paceline
+from paceline.errors import BackendError, ClosedError, InvalidValueError, ModelNotFoundError
+from paceline.testing import ManualClock, Reply, ScriptedBackend
+
+
+def scripted(script="a b c", **options):
+    clock = ManualClock()
+    return ScriptedBackend(script, clock=clock, **options), clock
+
+
+async def _one_turn(client):
+    async with client.turn() as turn:
+        return (await turn.generate("hi", max_tokens=8)).text
+
+
+def test_one_client_in_two_loops_and_a_thread():
+    """A client that was never entered starts with its first turn and serves every loop."""
+    backend, clock = scripted()
+    client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False)
+    texts = [asyncio.run(_one_turn(client)), asyncio.run(_one_turn(client))]
+    thread = threading.Thread(target=lambda: texts.append(asyncio.run(_one_turn(client))))
+    thread.start()
+    thread.join()
+    asyncio.run(client.aclose())
+    asyncio.run(client.aclose())
+    assert texts == ["a b c"] * 3
+    assert backend.closed
+
+
+def test_turns_that_start_the_client_together_start_it_once():
+    """Several first turns wait for one start."""
+    backend, clock = scripted()
+    starts = []
+    start = backend.start
+
+    async def slow_start(on_progress=None):
+        starts.append(1)
+        await asyncio.sleep(0.01)
+        return await start(on_progress)
+
+    backend.start = slow_start
+
+    async def main():
+        client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False)
+        return await asyncio.gather(*(_one_turn(client) for _ in range(3)))
+
+    assert asyncio.run(main()) == ["a b c"] * 3
+    assert starts == [1]
+
+
+def test_a_failed_start_may_be_tried_again():
+    """An error at the start reaches the caller, and the next turn starts anew."""
+    backend, clock = scripted()
+    start = backend.start
+    failures = [ModelNotFoundError("x", reason="not there", remedy="install it")]
+
+    async def failing(on_progress=None):
+        if failures:
+            raise failures.pop()
+        return await start(on_progress)
+
+    backend.start = failing
+
+    async def main():
+        client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False)
+        with pytest.raises(ModelNotFoundError):
+            await _one_turn(client)
+        return await _one_turn(client)
+
+    assert asyncio.run(main()) == "a b c"
+
+
+def test_a_cancelled_start_leaves_the_others_to_start():
+    """The turn that started the client is cancelled; the one that waited takes over."""
+    backend, clock = scripted()
+    start = backend.start
+
+    async def slow(on_progress=None):
+        await asyncio.sleep(0.05)
+        return await start(on_progress)
+
+    backend.start = slow
+
+    async def main():
+        client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False)
+        first, second = (asyncio.create_task(_one_turn(client)) for _ in range(2))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        return await second
+
+    assert asyncio.run(main()) == "a b c"
+
+
+def test_warm_runs_outside_of_any_turn():
+    """Warming generates one token and leaves no record in a turn."""
+    backend, clock = scripted()
+
+    async def main():
+        async with paceline.AsyncClient(backend=backend, clock=clock, tracing=False) as client:
+            async with client.turn() as turn:
+                usage = await client.warm([{"role": "system", "content": "policy " * 50}])
+            return usage, turn.report
+
+    usage, report = asyncio.run(main())
+    assert usage.prompt_tokens > 50
+    assert report.generations == ()
+    assert backend.received[0].plan.max_tokens == 1
+
+
+def test_of_several_backends_the_broken_one_is_left_out():
+    """A backend whose snapshot fails is no candidate while another answers."""
+    clock = ManualClock()
+    good = ScriptedBackend("good", name="good", clock=clock)
+    bad = ScriptedBackend("bad", name="bad", clock=clock)
+
+    async def broken(*_, **__):
+        raise BackendError("gone")
+
+    bad.snapshot = broken
+
+    async def main():
+        async with paceline.AsyncClient(backend=[bad, good], clock=clock, tracing=False) as client:
+            return await _one_turn(client)
+
+    assert asyncio.run(main()) == "good"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"profile": "fast"},
+        {"slo": 200},
+        {"backend": []},
+        {"backend": [ScriptedBackend("a"), ScriptedBackend("a")]},
+        {"backend": ScriptedBackend("a"), "device": "cuda"},
+        {"backend": ScriptedBackend("a"), "host": "thread"},
+    ],
+)
+def test_wrong_client_options_are_refused(options):
+    """What makes no sense is refused where the client is made."""
+    with pytest.raises(InvalidValueError):
+        paceline.AsyncClient(**options)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_is_told_to_make_its_own():
+    """A client that was carried over a fork gives ClosedError, not another process's tokens."""
+    backend, clock = scripted()
+    client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False)
+    client._pid = -1
+    with pytest.raises(ClosedError, match="parent process"):
+        client.turn()
+
+
+def test_sync_streams_generates_chooses_and_reports():
+    """The face without async does the same."""
+    clock = ManualClock()
+    backend = ScriptedBackend(["a b c", "d e", "x"], clock=clock)
+    with paceline.Client(backend=backend, clock=clock, tracing=False) as client:
+        with client.turn("bot") as turn:
+            assert "".join(chunk.text for chunk in turn.stream("hi", max_tokens=8)) == "a b c"
+            assert turn.generate("hi", max_tokens=8).text == "d e"
+            with turn.tool("lookup"):
+                clock.advance(0.1)
+            assert turn.choose("hi", options=["x", "y"]) == "x"
+            assert turn.plan("hi", max_tokens=4).feasible
+        assert len(turn.report.generations) == 3
+        assert "bot" in str(turn.report)
+    with pytest.raises(ClosedError):
+        client.turn()
+    client.close()
+
+
+def test_sync_break_and_close_cancel():
+    """Leaving a sync stream early frees the backend when the turn closes at the latest."""
+    clock = ManualClock()
+    backend = ScriptedBackend("a b c", clock=clock)
+    with paceline.Client(backend=backend, clock=clock, tracing=False) as client:
+        with client.turn() as turn:
+            for _ in turn.stream("hi", max_tokens=8):
+                break
+            stream = turn.stream("hi", max_tokens=8)
+            next(stream)
+            stream.close()
+            with pytest.raises(ClosedError):
+                next(stream)
+        assert [record.finish_reason for record in turn.report.generations] == ["cancelled"] * 2
+    assert backend.running == set()
+
+
+def test_sync_works_inside_a_running_loop_and_from_threads():
+    """The client's loop is its own: a running loop and a pool of threads may call it."""
+    backend, clock = scripted()
+
+    def one(_=None):
+        with client.turn() as turn:
+            return turn.generate("hi", max_tokens=8).text
+
+    async def inside():
+        return one()
+
+    with paceline.Client(backend=backend, clock=clock, tracing=False) as client:
+        assert asyncio.run(inside()) == "a b c"
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(one, range(8))) == ["a b c"] * 8
+
+
+def test_current_turn_follows_nesting_tools_tasks_and_copied_contexts():
+    """The innermost open turn, restored on the way out; a plain thread has none."""
+    backend, clock = scripted()
+
+    async def main():
+        assert paceline.current_turn() is None
+        async with paceline.AsyncClient(backend=backend, clock=clock, tracing=False) as client:
+            async with client.turn("outer") as outer:
+                async with client.turn("inner") as inner:
+                    assert paceline.current_turn() is inner
+                    async with inner.tool("x"):
+                        assert paceline.current_turn() is inner
+                    assert await asyncio.to_thread(paceline.current_turn) is inner
+                    late = contextvars.copy_context()
+                    with ThreadPoolExecutor(1) as pool:
+                        assert pool.submit(paceline.current_turn).result() is None
+                        assert pool.submit(late.run, paceline.current_turn).result() is inner
+
+                    async def child():
+                        return paceline.current_turn()
+
+                    assert await asyncio.create_task(child()) is inner
+                assert paceline.current_turn() is outer
+                assert late.run(paceline.current_turn) is outer
+        assert paceline.current_turn() is None
+        assert late.run(paceline.current_turn) is None
+
+    asyncio.run(main())
+
+
+def test_current_turn_in_sync_code_and_closing_in_another_context():
+    """A sync turn is current in its thread; one closed elsewhere does no harm."""
+    backend, clock = scripted()
+    with paceline.Client(backend=backend, clock=clock, tracing=False) as client:
+        with client.turn() as turn:
+            assert paceline.current_turn() is turn
+        assert paceline.current_turn() is None
+        other = client.turn()
+        contextvars.copy_context().run(other.__enter__)
+        other.close()
+        assert paceline.current_turn() is None
+
+
+def test_an_error_in_a_sync_stream_keeps_its_text():
+    """Errors cross from the loop's thread with their fields."""
+    clock = ManualClock()
+    backend = ScriptedBackend(Reply("a b c", error_after=2), clock=clock)
+    with paceline.Client(backend=backend, clock=clock, tracing=False) as client, client.turn() as turn:
+        with pytest.raises(BackendError) as caught:
+            turn.generate("hi", max_tokens=8)
+        assert caught.value.partial_text == "a b"
+
+
+def test_importing_is_light():
+    """`import paceline` and its client load neither torch nor an OpenTelemetry SDK."""
+    code = (
+        "import sys, paceline; light = set(sys.modules); paceline.AsyncClient, paceline.Client, paceline.SLO;"
+        "bad = {'torch', 'transformers', 'opentelemetry.sdk', 'tokenizers'} & set(sys.modules);"
+        "heavy = {'asyncio', 'numpy', 'rich'} & light;"
+        "assert not bad, bad; assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_client_that_is_never_closed_lets_the_process_end():
+    """No stray thread or error at exit."""
+    code = (
+        "import paceline\n"
+        "from paceline.testing import ScriptedBackend\n"
+        "client = paceline.Client(backend=ScriptedBackend('a b', prefill_ms=1, tpot_ms=1))\n"
+        "turn = client.turn().__enter__()\n"
+        "print(turn.generate('hi', max_tokens=4).text)\n"
+        "next(turn.stream('hi', max_tokens=4))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "a b\n"
+    assert done.stderr == ""
