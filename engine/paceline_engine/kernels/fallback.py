@@ -142,7 +142,7 @@ def rope_and_cache(
     if bias is not None:
         qkv = qkv + bias
     heads = qkv.view(qkv.shape[0], n_heads + 2 * n_kv_heads, head_dim)
-    q, k, v = heads.split([n_heads, n_kv_heads, n_kv_heads], dim=1)
+    q, k, v = heads[:, :n_heads], heads[:, n_heads:-n_kv_heads], heads[:, -n_kv_heads:]
     q = _rotate(q if q_norm is None else rms_norm(q, q_norm, eps), cos, sin)
     k = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), cos, sin)
     k_cache.view(-1, n_kv_heads, head_dim)[slots] = k.to(k_cache.dtype)

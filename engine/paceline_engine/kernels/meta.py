@@ -12,7 +12,7 @@ from paceline_engine.errors import InvalidValueError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionMeta:
-    """S sequences of a pass; sequence s owns the query rows ``query_starts[s]`` to ``query_starts[s + 1]``."""
+    """S sequences of a pass; s owns the query rows ``query_starts[s]`` to ``query_starts[s + 1] - 1``."""
 
     query_starts: Tensor
     """int32 [S + 1], from 0 to T, never falling."""

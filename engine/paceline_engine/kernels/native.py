@@ -1,4 +1,4 @@
-"""The compiled kernels as Python calls: plain C functions over pointers, which give the interpreter lock back.
+"""The compiled kernels as Python calls: C functions over pointers, which give the interpreter lock back.
 
 Every method takes contiguous CPU tensors and gives what the function of the same name in ``fallback`` gives.
 """

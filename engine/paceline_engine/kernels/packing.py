@@ -59,7 +59,7 @@ def pack_int4(weight: Tensor) -> Int4Weight:
             # The last value fills the group: it widens no range and leaves no error of its own.
             filler = part[:, -1:].expand(-1, n_groups * INT4_GROUP - n_inputs)
             part = torch.cat([part, filler], dim=1)
-        groups = part.unflatten(1, (n_groups, INT4_GROUP))
+        groups = part.view(-1, n_groups, INT4_GROUP)
         best_codes, scale[rows], minimum[rows] = _search_int4(groups)
         codes[rows] = pack_nibbles(best_codes)
     return Int4Weight(codes=codes, scale=scale, minimum=minimum, n_inputs=torch.tensor(n_inputs))
@@ -72,11 +72,13 @@ def _search_int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     best = _encode_int4(groups, half * (2 / 15), low)
     for clip in _CLIPS:
         first = _encode_int4(groups, half * (clip * 2 / 15), middle - half * clip)
-        for candidate in (first, _encode_int4(groups, *_fit(groups, first[0], first[1], first[2]))):
+        for candidate in (first, _encode_int4(groups, *_fit(groups, *first[:3]))):
             better = candidate[3] < best[3]
             best = (
                 torch.where(better[..., None], candidate[0], best[0]),
-                *(torch.where(better, new, old) for new, old in zip(candidate[1:], best[1:], strict=True)),
+                torch.where(better, candidate[1], best[1]),
+                torch.where(better, candidate[2], best[2]),
+                torch.where(better, candidate[3], best[3]),
             )
     return best[0].to(torch.uint8), best[1], best[2]
 

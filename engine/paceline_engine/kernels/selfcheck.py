@@ -51,7 +51,11 @@ def _comparisons(kernels: NativeKernels) -> Iterator[tuple[str, Tensor, Tensor]]
         yield "linear_int8", kernels.linear_int8(x, int8), fallback.linear_int8(x, int8)
         yield "linear_int4", kernels.linear_int4(x, int4), fallback.linear_int4(x, int4)
     codes = Fp8Weight(
-        codes=torch.arange(256).to(torch.uint8)[:, None].expand(-1, 80).contiguous().view(torch.float8_e4m3fn),
+        codes=torch.arange(256)
+        .to(torch.uint8)[:, None]
+        .expand(-1, 80)
+        .contiguous()
+        .view(torch.float8_e4m3fn),
         scale=torch.ones(256),
     )
     one = torch.zeros(1, 80)
@@ -91,10 +95,11 @@ def _fused_comparisons(kernels: NativeKernels, rand: _Random) -> Iterator[tuple[
         result = kernels.gated_activation(gate_up, activation)
         yield "gated_activation", result, fallback.gated_activation(gate_up, activation)
     caches = [torch.zeros(2, 4, 2, 24, dtype=torch.bfloat16) for _ in range(4)]
-    shared = (rand(3, 8 * 24), rand(3, 12), rand(3, 12), torch.tensor([5, 0, 3]))
-    rest = (4, rand(8 * 24), rand(24), None, 1e-6)
-    q = kernels.rope_and_cache(*shared, *caches[:2], *rest)
-    yield "rope_and_cache", q, fallback.rope_and_cache(*shared, *caches[2:], *rest)
+    qkv, cos, sin, slots = rand(3, 8 * 24), rand(3, 12), rand(3, 12), torch.tensor([5, 0, 3])
+    bias, norm = rand(8 * 24), rand(24)
+    q = kernels.rope_and_cache(qkv, cos, sin, slots, caches[0], caches[1], 4, bias, norm, None, 1e-6)
+    reference = fallback.rope_and_cache(qkv, cos, sin, slots, caches[2], caches[3], 4, bias, norm, None, 1e-6)
+    yield "rope_and_cache", q, reference
     for ours, theirs in zip(caches[:2], caches[2:], strict=True):
         # Values next to a tie may round either way.
         wide, reference = ours.float(), theirs.float()

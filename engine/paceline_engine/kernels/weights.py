@@ -144,13 +144,13 @@ class Int4Weight(_Holder):
 
 def unpack_nibbles(codes: Tensor) -> Tensor:
     """uint8 [..., n_groups * 16] to the codes in their order, uint8 [..., n_groups, 32]."""
-    grouped = codes.unflatten(-1, (-1, INT4_GROUP // 2))
+    grouped = codes.view(*codes.shape[:-1], codes.shape[-1] * 2 // INT4_GROUP, INT4_GROUP // 2)
     return torch.cat([grouped & 0xF, grouped >> 4], dim=-1)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 [..., n_groups, 32] with values 0 to 15 to [..., n_groups * 16]; undoes ``unpack_nibbles``."""
-    low, high = codes.split(INT4_GROUP // 2, dim=-1)
+    low, high = codes[..., : INT4_GROUP // 2], codes[..., INT4_GROUP // 2 :]
     return (low | (high << 4)).flatten(-2)
 
 

@@ -28,7 +28,7 @@ struct Bf16 {
 struct Fp8 {
   typedef uint8_t T;
   static PK_INLINE vf decode(vu8 codes) {
-    const vu c = __builtin_convertvector(codes, vu);
+    const vu c = widen_u8(codes);
     const vu magnitude = c & 0x7F;
     // A subnormal m / 8 * 2^-6 is made as (1 + m / 8) * 2^-6 - 2^-6: no fp32 subnormal on the way, which
     // would be slow, and wrong where the caller flushes them to zero.

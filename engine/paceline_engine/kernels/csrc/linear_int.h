@@ -166,25 +166,18 @@ struct Int4View {
   int64_t n_groups;
 };
 
-PK_INLINE float from_bf16(uint16_t bits) {
-  const uint32_t wide = (uint32_t)bits << 16;
-  float value;
-  memcpy(&value, &wide, 4);
-  return value;
-}
-
-// Row i of x: sum over groups of scale * (codes . x) + minimum * sum(x). group_sums: [m, n_groups] fp32.
-// A group's whole numbers stay below 2^24, so their conversion to fp32 is exact.
+// Row i of x: sum over groups of scale * (codes . x) + minimum * sum(x). group_sums: [m, n_groups] fp32;
+// scales: [NR, n_groups], those of the tile's rows of w. A group's whole numbers stay below 2^24, so their conversion to fp32 is exact.
 template <int M, int N, class Codes>
-PK_INLINE void dot_tile_int4(const int16_t* x, const float* group_sums, const Int4View& w, const int64_t* rows,
-                             Codes codes_of, float (*out)[NR]) {
+PK_INLINE void dot_tile_int4(const int16_t* x, const float* group_sums, const float* scales, const Int4View& w,
+                             const int64_t* rows, Codes codes_of, float (*out)[NR]) {
   const int64_t n_groups = w.n_groups, stride = n_groups * GROUP;
   vf sums[M][N] = {};
   for (int64_t g = 0; g < n_groups; g++) {
     for (int j = 0; j < N; j++) {
       vh codes[GROUP_VECTORS];
       codes_of(j, g, codes);
-      const float scale = from_bf16(w.scale[rows[j] * n_groups + g]);
+      const vf scale = splat(scales[j * n_groups + g]);
       for (int i = 0; i < M; i++) {
         vi dot = {};
         for (int v = 0; v < GROUP_VECTORS; v++)
@@ -209,13 +202,13 @@ PK_INLINE void dot_tile_int4(const int16_t* x, const float* group_sums, const In
 }
 
 template <class Codes>
-PK_INLINE void dot_rows_int4(const int16_t* x, int m, const float* group_sums, const Int4View& w,
-                             const int64_t* rows, Codes codes_of, float (*out)[NR]) {
+PK_INLINE void dot_rows_int4(const int16_t* x, int m, const float* group_sums, const float* scales,
+                             const Int4View& w, const int64_t* rows, Codes codes_of, float (*out)[NR]) {
   const int64_t stride = w.n_groups * GROUP;
   int i = 0;
   for (; i + 2 <= m; i += 2)
-    dot_tile_int4<2, NR>(x + i * stride, group_sums + i * w.n_groups, w, rows, codes_of, out + i);
-  if (i < m) dot_tile_int4<1, NR>(x + i * stride, group_sums + i * w.n_groups, w, rows, codes_of, out + i);
+    dot_tile_int4<2, NR>(x + i * stride, group_sums + i * w.n_groups, scales, w, rows, codes_of, out + i);
+  if (i < m) dot_tile_int4<1, NR>(x + i * stride, group_sums + i * w.n_groups, scales, w, rows, codes_of, out + i);
 }
 
 void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale, const uint16_t* w_minimum,
@@ -233,6 +226,7 @@ void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale
 #pragma omp parallel num_threads(n_threads) if (m_size * n_size * k_size > SMALL)
   {
     Scratch<vh> buffer(NR * n_groups * GROUP_VECTORS);
+    Scratch<float> row_scales(NR * n_groups);
     float dots[M_BLOCK][NR];
     for (int64_t m0 = 0; m0 < m_size; m0 += M_BLOCK) {
       const int m = (int)min_of(M_BLOCK, m_size - m0);
@@ -242,12 +236,15 @@ void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale
       for (int64_t tile = 0; tile < n_tiles; tile++) {
         const int64_t n0 = tile * NR;
         int64_t rows[NR];
-        for (int j = 0; j < NR; j++) rows[j] = min_of(n0 + j, n_size - 1);
+        for (int j = 0; j < NR; j++) {
+          rows[j] = min_of(n0 + j, n_size - 1);
+          widen_row<Bf16>(w.scale + rows[j] * n_groups, n_groups, row_scales.data + j * n_groups);
+        }
         const auto packed = [&](int j, int64_t g, vh* to) PK_INLINE_LAMBDA {
           unpack_group(w.codes + (rows[j] * n_groups + g) * (GROUP / 2), to);
         };
         if (m <= 2) {
-          dot_rows_int4(x_rows, m, x_sums, w, rows, packed, dots);
+          dot_rows_int4(x_rows, m, x_sums, row_scales.data, w, rows, packed, dots);
         } else {
           vh* wide = buffer.data;
           for (int j = 0; j < NR; j++)
@@ -255,7 +252,7 @@ void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale
           const auto unpacked = [&](int j, int64_t g, vh* to) PK_INLINE_LAMBDA {
             for (int v = 0; v < GROUP_VECTORS; v++) to[v] = wide[(j * n_groups + g) * GROUP_VECTORS + v];
           };
-          dot_rows_int4(x_rows, m, x_sums, w, rows, unpacked, dots);
+          dot_rows_int4(x_rows, m, x_sums, row_scales.data, w, rows, unpacked, dots);
         }
         for (int i = 0; i < m; i++)
           for (int64_t n = n0; n < min_of(n0 + NR, n_size); n++)

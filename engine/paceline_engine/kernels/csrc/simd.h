@@ -102,6 +102,16 @@ PK_INLINE vi dot2(vi acc, vh a, vh b) {
 #endif
 }
 
+PK_INLINE vu widen_u8(vu8 bytes) {
+#if PK_BYTES == 64
+  return (vu)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif PK_BYTES == 32
+  return (vu)_mm256_cvtepu8_epi32(_mm_set_epi64x(0, (int64_t)bytes));
+#else
+  return __builtin_convertvector(bytes, vu);
+#endif
+}
+
 // bf16 keeps the upper half of an fp32.
 PK_INLINE vf widen_bf16(vu16 bits) { return (vf)(__builtin_convertvector(bits, vu) << 16); }
 
