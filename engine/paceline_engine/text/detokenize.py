@@ -28,11 +28,18 @@ class Detokenizer:
             self._leading_ids.append(token_id)
             if not data:
                 return ""
-            if data.startswith(b" ") and not self._tokenizer.decode(self._leading_ids).startswith(" "):
-                data = data[1:]
+            n_dropped = _n_spaces(data.decode(errors="replace")) - _n_spaces(
+                self._tokenizer.decode(self._leading_ids)
+            )
+            data = data[max(0, n_dropped) :]
             self._leading_ids = None
         return self._decoder.decode(data)
 
     def flush(self) -> str:
         """What an incomplete character at the end of the output becomes."""
         return self._decoder.decode(b"", final=True)
+
+
+def _n_spaces(text: str) -> int:
+    """Spaces that ``text`` begins with."""
+    return len(text) - len(text.lstrip(" "))

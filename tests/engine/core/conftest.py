@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+
 from paceline_engine.chunk import Chunk, Finish, ScoreResult
 from paceline_engine.core import Engine, EngineConfig
 from paceline_engine.errors import PacelineError
@@ -66,9 +67,7 @@ class HashRunner:
                 position = part.position + i
                 word = f"{variant}{token_id}" if self.variants_differ else str(token_id)
                 self.kv[part.block_table[position // self.block_size]][position % self.block_size] = word
-                if part.logits is Logits.ALL or (
-                    part.logits is Logits.LAST and i == len(part.token_ids) - 1
-                ):
+                if part.logits is Logits.ALL or (part.logits is Logits.LAST and i == len(part.token_ids) - 1):
                     row = self._logits(part, position, variant)
                     self.change_logits(part, row)
                     rows.append(row)
@@ -148,9 +147,7 @@ class Gathered:
 class Bench:
     """An engine over a runner, with short ways to use it."""
 
-    def __init__(
-        self, runner: HashRunner, config: EngineConfig | None = None, policy: object = None
-    ) -> None:
+    def __init__(self, runner: HashRunner, config: EngineConfig | None = None, policy: object = None) -> None:
         self.runner = runner
         self.clock = ManualClock()
         self.tokenizer = LetterTokenizer()
@@ -216,6 +213,15 @@ class Bench:
         free = self.engine.snapshot(()).free_blocks
         assert free is not None
         return free
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors run fastest on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from paceline_engine.chunk import FinishReason
 from paceline_engine.errors import (
     BackendError,

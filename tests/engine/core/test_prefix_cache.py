@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
 from paceline_engine.cache.blocks import BlockPool
 from paceline_engine.mode import Variant
 from paceline_engine.request import SamplingParams

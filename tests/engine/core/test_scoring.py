@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from paceline_engine.errors import BackendError, DeadlineExpiredError, InvalidValueError, PromptTooLongError
 
 MakeBench = Callable[..., Any]

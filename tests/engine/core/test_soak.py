@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from paceline_engine.chunk import FinishReason
 from paceline_engine.errors import PromptTooLongError
 from paceline_engine.mode import Variant
