@@ -30,11 +30,12 @@ class Decoder:
             local = Rope.build(spec.local_rope, head_dim=spec.head_dim, device=device)
             self._ropes[LayerKind.SLIDING] = local
         self._kinds = spec.layer_kinds or (LayerKind.FULL,) * spec.n_layers
+        self._used_kinds = frozenset(self._kinds)
 
     def forward(self, batch: PackedBatch, weights: DecoderWeights, kv: PagedKV) -> Tensor:
         """Write the tokens' KV and give the logits that the batch asks for, fp32 [R, vocab]."""
         spec = self._spec
-        rotations = {kind: self._ropes[kind].at(batch.positions) for kind in set(self._kinds)}
+        rotations = {kind: self._ropes[kind].at(batch.positions) for kind in self._used_kinds}
         residual = weights.embedding.dequantize(batch.token_ids)  # [T, hidden]
         residual = residual * spec.embedding_scale
         normed = kernels.rms_norm(residual, weights.layers[0].attention_norm, spec.norm_eps)
@@ -74,7 +75,7 @@ class Decoder:
     ) -> Tensor:
         """Attention of one layer before its output projection, [T, n_heads * head_dim]."""
         spec = self._spec
-        keys, values = kv.keys[index], kv.values[index]
+        keys, values = kv.layers[index]
         q = kernels.rope_and_cache(
             linear(normed, layer.qkv),
             *rotation,

@@ -22,6 +22,8 @@ class PagedKV:
     """[n_layers, n_blocks, block_size, n_kv_heads, head_dim]"""
     values: Tensor
     """[n_layers, n_blocks, block_size, n_kv_heads, head_dim]"""
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    """Keys and values of each layer: views, made once because a decode step has no time to make them."""
 
     @classmethod
     def allocate(
@@ -30,7 +32,7 @@ class PagedKV:
         """Zeroed blocks; on Linux their memory is taken only as they are written."""
         shape = (spec.n_layers, n_blocks, block_size, spec.n_kv_heads, spec.head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        return cls(keys=keys, values=values)
+        return cls(keys=keys, values=values, layers=tuple(zip(keys.unbind(), values.unbind(), strict=True)))
 
     @property
     def n_blocks(self) -> int:
