@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -32,7 +31,13 @@ class Harness:
     text: str = "the weather in Oslo is"
     longest: int = 2000
     """A cap that takes far longer than a test waits, and fits the context."""
+    shared: EmbeddedBackend | None = None
+    """One that all tests of the kind use, where starting takes seconds."""
     backends: list[EmbeddedBackend] = field(default_factory=list)
+
+    def any_backend(self) -> EmbeddedBackend:
+        """A backend that the test leaves usable, perhaps started before."""
+        return self.backend() if self.shared is None else self.shared
 
     def backend(self, script: dict[str, Any] | None = None, **settings: Any) -> EmbeddedBackend:
         merged = self.settings | settings
@@ -100,7 +105,12 @@ def make_harness(request: pytest.FixtureRequest) -> Iterator[HarnessFactory]:
 
     def make(kind: str) -> Harness:
         if kind == "model":
-            harness = _model_harness(request)
+            harness = Harness(
+                request.getfixturevalue("tiny_settings"),
+                variant=Variant.FP32,
+                longest=400,
+                shared=request.getfixturevalue("tiny_backend"),
+            )
         else:
             harness = Harness({"model": "script", "source": SCRIPTED, "host": kind})
         made.append(harness)
@@ -112,19 +122,24 @@ def make_harness(request: pytest.FixtureRequest) -> Iterator[HarnessFactory]:
             asyncio.run(backend.aclose())
 
 
-def _model_harness(request: pytest.FixtureRequest) -> Harness:
-    for module in ("core.engine", "loading.open", "model.runner"):
-        if find_spec(f"paceline_engine.{module}") is None:
-            pytest.skip(f"paceline_engine.{module} is not there")
-    tiny = request.getfixturevalue("tiny_model")("llama")
-    settings = {
-        "model": str(tiny.safetensors),
+@pytest.fixture(scope="session")
+def tiny_settings(tiny_model: Callable[..., Any]) -> dict[str, Any]:
+    """Settings that serve a tiny random model."""
+    return {
+        "model": str(tiny_model("llama").safetensors),
         "variants": (Variant.FP32,),
         "device": "cpu",
         "n_threads": 1,
         "n_blocks": 256,
     }
-    return Harness(settings, variant=Variant.FP32, longest=400)
+
+
+@pytest.fixture(scope="session")
+def tiny_backend(tiny_settings: dict[str, Any]) -> Iterator[EmbeddedBackend]:
+    """The tiny model in a worker that all tests share."""
+    backend = EmbeddedBackend(EmbeddedConfig(**tiny_settings))
+    yield backend
+    asyncio.run(backend.aclose())
 
 
 @pytest.fixture(params=["thread", "process", "model"])

@@ -43,7 +43,7 @@ def test_start_tells_what_is_served_and_returns_at_once_later(harness: Any) -> N
 @pytest.mark.parametrize("n", [1, 3])
 def test_each_choice_ends_with_exactly_one_finish(harness: Any, n: int) -> None:
     """Every choice has one finish chunk, its last, and its usage counts the tokens that were sent."""
-    backend = harness.backend()
+    backend = harness.any_backend()
     chunks = asyncio.run(harness.run(backend, max_tokens=6, n=n))
     for index in range(n):
         mine = [chunk for chunk in chunks if chunk.index == index]
@@ -56,7 +56,7 @@ def test_each_choice_ends_with_exactly_one_finish(harness: Any, n: int) -> None:
 
 def test_times_never_go_back(harness: Any) -> None:
     """Submitted, started, made, delivered and finished stand in that order on one clock."""
-    backend = harness.backend()
+    backend = harness.any_backend()
 
     async def main() -> list[Any]:
         await backend.start()
@@ -76,7 +76,7 @@ def test_times_never_go_back(harness: Any) -> None:
 @pytest.mark.parametrize("way", ["aclose", "break", "cancel", "drop", "timeout", "before the first token"])
 def test_every_way_of_leaving_frees_the_blocks(harness: Any, way: str, n: int) -> None:
     """However a caller leaves, nothing runs afterwards and all blocks are free."""
-    backend = harness.backend()
+    backend = harness.any_backend()
 
     async def read(stream: Any) -> None:
         async for _ in stream:
@@ -114,7 +114,7 @@ def test_every_way_of_leaving_frees_the_blocks(harness: Any, way: str, n: int) -
 
 def test_a_scoring_that_is_cancelled_frees_its_blocks(harness: Any) -> None:
     """Cancelling the task of a scoring leaves nothing behind, and the next scoring answers."""
-    backend = harness.backend()
+    backend = harness.any_backend()
 
     async def main() -> None:
         at_start = await harness.free_blocks(backend)
@@ -134,7 +134,7 @@ def test_a_scoring_that_is_cancelled_frees_its_blocks(harness: Any) -> None:
 
 def test_a_request_that_is_refused_leaves_the_others(harness: Any) -> None:
     """A token id outside the vocabulary fails its own request; the one beside it ends well."""
-    backend = harness.backend()
+    backend = harness.any_backend()
 
     async def main() -> None:
         info = await backend.start()
@@ -181,21 +181,21 @@ def test_work_whose_deadline_has_passed_is_not_sent(harness: Any) -> None:
 
 def test_a_hard_deadline_ends_the_generation_with_what_there_is(harness: Any) -> None:
     """At a hard deadline the stream ends with finish reason ``budget``."""
-    backend = harness.backend()
+    backend = harness.any_backend()
 
     async def main() -> None:
-        await backend.start()
-        plan = harness.plan(harness.longest, deadline_at_s=time.monotonic() + 0.15, hard_deadline=True)
-        chunks = await harness.run(backend, plan=plan)
-        assert chunks[-1].finish.reason is FinishReason.BUDGET
-        assert 0 < chunks[-1].finish.usage.completion_tokens < harness.longest
+        await harness.run(backend)
+        plan = harness.plan(harness.longest, deadline_at_s=time.monotonic() + 0.5, hard_deadline=True)
+        for chunks in await asyncio.gather(*(harness.run(backend, plan=plan) for _ in range(8))):
+            assert chunks[-1].finish.reason is FinishReason.BUDGET
+            assert 0 < chunks[-1].finish.usage.completion_tokens < harness.longest
 
     asyncio.run(main())
 
 
 def test_two_event_loops_one_after_the_other(harness: Any) -> None:
     """A backend serves a second ``asyncio.run``, and one in another thread, with the same worker."""
-    backend = harness.backend()
+    backend = harness.any_backend()
     first = asyncio.run(harness.run(backend))
     pid = backend.worker_pid
     second = asyncio.run(harness.run(backend))
@@ -210,7 +210,7 @@ def test_two_event_loops_one_after_the_other(harness: Any) -> None:
 
 def test_a_loop_closed_with_a_stream_open_harms_nobody(harness: Any) -> None:
     """A stream whose event loop is closed is aborted when dropped, and other loops go on."""
-    backend = harness.backend()
+    backend = harness.any_backend()
     at_start = asyncio.run(harness.free_blocks(backend))
     kept: list[Any] = []
 
@@ -227,7 +227,7 @@ def test_a_loop_closed_with_a_stream_open_harms_nobody(harness: Any) -> None:
 
 def test_many_threads_use_one_backend(harness: Any) -> None:
     """Eight threads with loops of their own start it together and each get their whole stream."""
-    backend = harness.backend()
+    backend = harness.any_backend()
     counts: list[int] = []
 
     def work() -> None:
@@ -244,7 +244,7 @@ def test_many_threads_use_one_backend(harness: Any) -> None:
 
 def test_a_hundred_requests_at_once(harness: Any) -> None:
     """A hundred concurrent requests all end, and their blocks come back."""
-    backend = harness.backend()
+    backend = harness.any_backend()
 
     async def main() -> None:
         at_start = await harness.free_blocks(backend)
@@ -257,7 +257,7 @@ def test_a_hundred_requests_at_once(harness: Any) -> None:
 
 def test_cancelling_in_a_loop_then_one_more(harness: Any) -> None:
     """After fifty cancelled requests of the same id the next one of it is whole and its own."""
-    backend = harness.backend()
+    backend = harness.any_backend()
 
     async def main() -> None:
         at_start = await harness.free_blocks(backend)
@@ -275,7 +275,7 @@ def test_cancelling_in_a_loop_then_one_more(harness: Any) -> None:
 
 def test_an_id_in_flight_is_not_taken_twice(harness: Any) -> None:
     """A second request of an id in flight is refused, and the first goes on."""
-    backend = harness.backend()
+    backend = harness.any_backend()
 
     async def main() -> None:
         first = await harness.stream(backend, max_tokens=30, id="twin")

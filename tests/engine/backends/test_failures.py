@@ -141,16 +141,18 @@ def test_a_step_policy_that_cannot_be_imported_is_named(scripted: Any) -> None:
 def test_concurrent_starts_share_one_worker(scripted: Any) -> None:
     """Starts from several tasks load once; one that is cancelled does not end the others."""
     backend = scripted.backend({"load_s": 0.3})
+    host = scripted.settings["host"]
+    before = count_hosts(host)
 
     async def main() -> None:
         tasks = [asyncio.create_task(backend.start()) for _ in range(4)]
         await asyncio.sleep(0.1)
-        assert count_hosts(scripted.settings["host"]) == 1
+        assert count_hosts(host) == before + 1
         tasks[0].cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[0], asyncio.CancelledError)
         assert results[1] == results[2] == results[3]
-        assert count_hosts(scripted.settings["host"]) == 1
+        assert count_hosts(host) == before + 1
 
     asyncio.run(main())
 
@@ -250,6 +252,8 @@ def test_a_stopped_worker_hangs_nobody(process: Any) -> None:
         await backend.start()
         prompt = await process.prompt(backend)
         os.kill(backend.worker_pid, signal.SIGSTOP)
+        while Path(f"/proc/{backend.worker_pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            await asyncio.sleep(0.01)
         with pytest.raises(BackendError, match="answer_timeout_s"):
             await backend.snapshot(prompt)
         await backend.aclose()
@@ -274,9 +278,8 @@ def test_changing_the_variant_reaches_the_running_stream(scripted: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_model_that_is_not_there(make_harness: Any) -> None:
+def test_a_model_that_is_not_there() -> None:
     """The real source reports a missing model by its name, from the start and from preparing."""
-    make_harness("model")
     backend = EmbeddedBackend(EmbeddedConfig(model="/no/such/model.gguf"))
 
     async def main() -> None:

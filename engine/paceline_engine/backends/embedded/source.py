@@ -12,10 +12,13 @@ from paceline_engine.backends.embedded.config import EmbeddedConfig
 from paceline_engine.backends.embedded.loop import OpenedEngine
 from paceline_engine.errors import InvalidValueError, MissingExtraError
 from paceline_engine.loading.base import Tokenizer
+from paceline_engine.model.base import ModelRunner, SequenceSlice
 from paceline_engine.schedule.base import StepPolicy
 
 if TYPE_CHECKING:
     import torch
+
+_WARM_TOKENS = 16
 
 
 def open_engine(
@@ -41,7 +44,7 @@ def open_engine(
     torch.set_num_threads(config.threads)
     device = _device(config.device)
     on_progress(Progress(stage="load", done=0.1, message=f"opening {config.model}"))
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, on_progress)
     tokenizer = read_tokenizer(config.model)
     runner = TorchRunner.load(
         checkpoint,
@@ -52,6 +55,8 @@ def open_engine(
         on_progress=on_progress,
         cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
     )
+    on_progress(Progress(stage="load", done=1.0, message="first pass of each variant"))
+    _warm(runner)
     fingerprint = _fingerprint(checkpoint.digest, config, device)
     engine = Engine(
         runner,
@@ -87,6 +92,18 @@ def open_tokenizer(config: EmbeddedConfig) -> Tokenizer:
     from paceline_engine.loading import open_tokenizer as read_tokenizer
 
     return read_tokenizer(config.model)
+
+
+def _warm(runner: ModelRunner) -> None:
+    """Run a prefill and a decode of each variant, so that no turn pays for what happens once.
+
+    That is the paging in of mapped weights and what libraries set up for a shape. The block that it
+    writes is free and is written again before it is read.
+    """
+    n_tokens = min(_WARM_TOKENS, runner.block_size)
+    for variant in runner.variants:
+        for token_ids, position in (((0,) * n_tokens, 0), ((0,), n_tokens - 1)):
+            runner.forward([SequenceSlice(token_ids=token_ids, position=position, block_table=(0,))], variant)
 
 
 def _device(name: str) -> torch.device:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from paceline_engine.backends.embedded.loop import EngineLoop
-from paceline_engine.backends.embedded.messages import Close, Command, Event, Launch, Lost, StartFailed
+from paceline_engine.backends.embedded.messages import Close, Command, Event, Launch, Lost, Ready, StartFailed
 from paceline_engine.backends.embedded.worker import open_loop, start_error
 
 
@@ -44,13 +44,14 @@ class ThreadTransport:
 
     def _run(self) -> None:
         try:
-            loop = open_loop(self._launch, self._on_event)
+            loop, info = open_loop(self._launch, self._on_event)
         except Exception as error:
             self._on_event(StartFailed(error=start_error(error, self._launch.config.model)))
             self.ended.set()
             self._on_event(Lost(reason="it could not load the model"))
             return
         threading.Thread(target=self._serve, args=(loop,), name="paceline-commands", daemon=True).start()
+        self._on_event(Ready(info=info))
         loop.run()
         self._inbox.put(Close())
         self.ended.set()

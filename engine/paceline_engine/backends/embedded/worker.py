@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from paceline_engine.backends.base import Progress
+from paceline_engine.backends.base import ModelInfo, Progress
 from paceline_engine.backends.embedded.loop import EngineLoop, load_policy
 from paceline_engine.backends.embedded.messages import (
     Close,
@@ -57,7 +57,7 @@ def main() -> None:
     commands = Commands(connection)
     threading.Thread(target=commands.serve, name="paceline-commands", daemon=True).start()
     try:
-        loop = open_loop(launch, emit)
+        loop, info = open_loop(launch, emit)
     except BaseException as error:
         traceback.print_exc()
         emit(StartFailed(error=start_error(error, launch.config.model)))
@@ -66,13 +66,14 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     commands.attach(loop)
+    emit(Ready(info=info))
     loop.run()
     # Nothing here needs flushing, and tearing torch down takes longer than a client should wait.
     os._exit(0)
 
 
-def open_loop(launch: Launch, emit: Callable[[Event], None]) -> EngineLoop:
-    """Load the model and report ``Ready``; commands come after that."""
+def open_loop(launch: Launch, emit: Callable[[Event], None]) -> tuple[EngineLoop, ModelInfo]:
+    """Load the model; the loop is yet to be run."""
     config = launch.config
     policy = load_policy(config.step_policy, launch.step_policy_numbers)
     source = importlib.import_module(config.source)
@@ -81,9 +82,7 @@ def open_loop(launch: Launch, emit: Callable[[Event], None]) -> EngineLoop:
         emit(Loading(progress=progress))
 
     opened = source.open_engine(config, step_policy=policy, on_progress=report)
-    loop = EngineLoop(opened.engine, emit=emit, policy=policy)
-    emit(Ready(info=opened.info))
-    return loop
+    return EngineLoop(opened.engine, emit=emit, policy=policy), opened.info
 
 
 def start_error(error: BaseException, model: str) -> PacelineError:
