@@ -14,7 +14,7 @@ from paceline_engine.sampling.sampler import Drawn, Row, Undrawable, draw_tokens
 
 
 def rule(
-    prompt: Sequence[int] = (), end_ids: Sequence[int] = (), seed: int = 0, **params: object
+    prompt: Sequence[int] = (), end_ids: Sequence[int] = (), seed: int = 1, **params: object
 ) -> DrawRule:
     return DrawRule(
         SamplingParams(**params),  # type: ignore[arg-type]
