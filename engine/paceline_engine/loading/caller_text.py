@@ -162,47 +162,17 @@ class CallerText(str):
         return CallerText(str.__getitem__(self, key), self._disguise)
 
     def __add__(self, other: str) -> str:
-        return self._disguise.join([self, other]) if isinstance(other, str) else NotImplemented
+        return self._disguise.join([self, other])
 
     def __radd__(self, other: str) -> str:
-        return self._disguise.join([other, self]) if isinstance(other, str) else NotImplemented
+        return self._disguise.join([other, self])
 
-    for _name in [
-        "__contains__",
-        "capitalize",
-        "casefold",
-        "count",
-        "endswith",
-        "find",
-        "index",
-        "lower",
-        "lstrip",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rfind",
-        "rindex",
-        "rpartition",
-        "rsplit",
-        "rstrip",
-        "split",
-        "splitlines",
-        "startswith",
-        "strip",
-        "swapcase",
-        "title",
-        "upper",
-        "isalnum",
-        "isalpha",
-        "isascii",
-        "isdigit",
-        "isidentifier",
-        "islower",
-        "isprintable",
-        "isspace",
-        "istitle",
+    for _name in (
+        "__contains__", "capitalize", "casefold", "count", "endswith", "find", "index", "lower", "lstrip",
+        "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit",
+        "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "isalnum",
+        "isalpha", "isascii", "isdigit", "isidentifier", "islower", "isprintable", "isspace", "istitle",
         "isupper",
-    ]:
+    ):  # fmt: skip
         locals()[_name] = _as_shown(_name)
     del _name

@@ -1,9 +1,10 @@
 """A digest of a model's files that is cheap for files of any size.
 
 Hashed are each file's name and size, the whole of its table (which names, types and places every tensor),
-and 128 pages spread evenly over the rest. Retraining, quantizing or converting a model again touches every
-tensor and so every page, and a changed tokenizer or spec stands in the table. What may go unnoticed is a
-change made by hand to a few bytes of one tensor that leaves the size and the table as they were.
+the first page of every tensor, and 128 pages spread evenly over the file; files of up to 16 MiB are hashed
+whole. Training, quantizing or converting a model again changes every page of the tensors that it touches,
+and a changed tokenizer or spec stands in the table. What may go unnoticed is a change by hand of a few bytes
+within a tensor of a large file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 PAGE_BYTES = 4096
 N_PAGES = 128
+WHOLE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class DigestPart:
 
     path: Path
     head_bytes: int
+    tensor_starts: tuple[int, ...] = ()
 
 
 def files_digest(parts: Iterable[DigestPart]) -> str:
@@ -32,10 +35,13 @@ def files_digest(parts: Iterable[DigestPart]) -> str:
         size = part.path.stat().st_size
         digest.update(f"{part.path.name}\0{size}\0{part.head_bytes}\0".encode())
         with part.path.open("rb") as file:
+            if size <= WHOLE_BYTES:
+                digest.update(file.read())
+                continue
             digest.update(file.read(part.head_bytes))
-            last = max(part.head_bytes, size - PAGE_BYTES)
-            for index in range(N_PAGES):
-                offset = part.head_bytes + (last - part.head_bytes) * index // (N_PAGES - 1)
+            span = max(0, size - PAGE_BYTES - part.head_bytes)
+            even = (part.head_bytes + span * index // (N_PAGES - 1) for index in range(N_PAGES))
+            for offset in sorted({*part.tensor_starts, *even}):
                 file.seek(offset)
                 digest.update(file.read(PAGE_BYTES))
     return digest.hexdigest()

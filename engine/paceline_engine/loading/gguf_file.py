@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +67,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self._name = name or path.stem
         self._path = path
+        self._digest: str | None = None
         self._header = read_header(path)
         self._spec = spec_from_gguf(self._header, self._frequency_factors())
         self._entries = _renamed(self._header, self._spec)
@@ -85,10 +85,14 @@ class GgufCheckpoint:
     def spec(self) -> ModelSpec:
         return self._spec
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """See ``paceline_engine.loading.digest`` for what it covers."""
-        return files_digest([DigestPart(path=self._path, head_bytes=self._header.n_bytes)])
+        if self._digest is None:
+            starts = tuple(entry.start for entry in self._header.tensors.values())
+            part = DigestPart(path=self._path, head_bytes=self._header.n_bytes, tensor_starts=starts)
+            self._digest = files_digest([part])
+        return self._digest
 
     def tensor_names(self) -> Iterable[str]:
         return tuple(self._entries)

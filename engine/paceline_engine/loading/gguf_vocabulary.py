@@ -165,7 +165,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 def _merges_by_score(vocabulary: _Vocabulary, vocab: Mapping[str, int]) -> list[str]:
     """Every way to put a piece together from two, the piece of the highest score first."""
-    scores = vocabulary.header.get("tokenizer.ggml.scores", tuple)
+    scores: Sequence[float] = vocabulary.header.get("tokenizer.ggml.scores", tuple)
     if len(scores) != len(vocabulary.pieces):
         raise vocabulary.damaged(f"has {len(vocabulary.pieces)} pieces and {len(scores)} scores")
     normal = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +49,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self._path = path
+        self._digest: str | None = None
         self._name = name or path.resolve().name
         self._spec = spec_from_config(
             str(path), read_json(path / "config.json"), read_json(path / "generation_config.json", {})
@@ -69,14 +69,17 @@ class SafetensorsCheckpoint:
     def spec(self) -> ModelSpec:
         return self._spec
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """See ``paceline_engine.loading.digest`` for what it covers."""
-        texts = [self._path / name for name in _DIGESTED if (self._path / name).is_file()]
-        return files_digest(
-            [DigestPart(path=path, head_bytes=path.stat().st_size) for path in texts]
-            + [DigestPart(path=header.path, head_bytes=header.n_bytes) for header in self._headers]
-        )
+        if self._digest is None:
+            texts = [self._path / name for name in _DIGESTED if (self._path / name).is_file()]
+            parts = [DigestPart(path=path, head_bytes=path.stat().st_size) for path in texts]
+            for header in self._headers:
+                starts = tuple(entry.start for entry in header.tensors.values())
+                parts.append(DigestPart(path=header.path, head_bytes=header.n_bytes, tensor_starts=starts))
+            self._digest = files_digest(parts)
+        return self._digest
 
     def tensor_names(self) -> Iterable[str]:
         return tuple(self._entries)

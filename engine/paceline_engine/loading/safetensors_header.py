@@ -103,7 +103,9 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> SafetensorsEnt
     fail = _failure(path, name)
     if not isinstance(value, dict):
         raise fail("its entry is no object")
-    type_name, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
+    type_name: Any = value.get("dtype")
+    shape: Any = value.get("shape")
+    offsets: Any = value.get("data_offsets")
     if not isinstance(type_name, str) or type_name not in READ_TYPES:
         if type_name in _OTHER_TYPES:
             raise UnsupportedModelError(

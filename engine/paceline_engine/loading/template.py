@@ -45,7 +45,8 @@ PLAIN_TEMPLATE = r"""
     {%- if message.content -%}{{- ' ' -}}{{- message.content -}}{%- endif -%}
     {%- for call in message.tool_calls or [] -%}
         {{- '\nTool call: ' -}}{{- call.function.name -}}{{- ' ' -}}
-        {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
+        {%- set given = call.function.arguments -%}
+        {{- given if given is string else given | tojson -}}
     {%- endfor -%}
     {{- '\n\n' -}}
 {%- endfor -%}
@@ -129,10 +130,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         )
         self._budget = _Budget(characters=0)
         self._disguise = Disguise(hide={}, show={})
-        self.concat = self._concat
         self.globals.pop("lipsum", None)
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: now().strftime(str(form))
+        helpers: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime(now)}
+        self.globals.update(helpers)
         self.filters["tojson"] = self._to_json
         self.filters["counted_"] = self._counted
         for name in ("center", "indent", "wordwrap"):
@@ -167,7 +167,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                     self._spend(len(text) * times)
         return super().call_binop(context, operator, left, right)
 
-    def _concat(self, parts: Iterable[str]) -> str:
+    def concat(self, parts: Iterable[str], /) -> str:
+        """Jinja's hook for joining what was written."""
         found: list[str] = []
         for part in parts:
             self._spend(len(part))
@@ -208,6 +209,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(str(message))
+
+
+def _strftime(now: Callable[[], datetime]) -> Callable[[str], str]:
+    return lambda form: now().strftime(str(form))
 
 
 def _refuse(reason: str) -> NoReturn:

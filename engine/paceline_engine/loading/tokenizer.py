@@ -107,8 +107,6 @@ class TextTokenizer:
 
     def encode(self, text: str, *, add_bos: bool = False) -> tuple[int, ...]:
         """User text to ids. Text that spells a control token is encoded as plain text."""
-        if not isinstance(text, str):
-            raise InvalidValueError("text", observed=text, limit="a text", remedy="decode bytes first")
         ids = tuple(self._encode_plain(text, first=True))
         bos = self._special.bos
         return (bos, *ids) if add_bos and bos is not None else ids
