@@ -12,6 +12,10 @@ constexpr int MR = 3, NR = 4;      // rows of x and of w in a tile: 12 sums in 1
 constexpr int M_BLOCK = 48;        // rows of x that stay in the second-level cache
 constexpr int64_t SMALL = 1 << 15; // products below which a second thread costs more than it gives
 
+// Tiles that a thread takes at a time: few enough that a thread whose core is busy elsewhere is not waited
+// for long, and enough that each runs through its own stretch of memory.
+PK_INLINE int64_t share_of(int64_t n_tiles, int n_threads) { return max_of(4, n_tiles / (16 * n_threads)); }
+
 struct F32 {
   typedef float T;
   static PK_INLINE vf widen(const T* p) { return load<vf>(p); }
@@ -101,7 +105,7 @@ PK_INLINE void dot_block(const float* const* x, int m, const typename W::T* cons
 template <class W>
 void linear_float(const float* x, const typename W::T* w, const float* scale, float* out, int64_t m_size,
                   int64_t n_size, int64_t k_size, int n_threads) {
-  const int64_t n_tiles = (n_size + NR - 1) / NR;
+  const int64_t n_tiles = (n_size + NR - 1) / NR, share = share_of(n_tiles, n_threads);
 #pragma omp parallel num_threads(n_threads) if (m_size * n_size * k_size > SMALL)
   {
     Scratch<float> buffer(NR * k_size);
@@ -110,7 +114,7 @@ void linear_float(const float* x, const typename W::T* w, const float* scale, fl
     for (int64_t m0 = 0; m0 < m_size; m0 += M_BLOCK) {
       const int m = (int)min_of(M_BLOCK, m_size - m0);
       for (int i = 0; i < m; i++) rows[i] = x + (m0 + i) * k_size;
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, share) nowait
       for (int64_t tile = 0; tile < n_tiles; tile++) {
         const int64_t n0 = tile * NR;
         const typename W::T* weights[NR];

@@ -102,7 +102,8 @@ inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit 
 
 void linear_int8(const float* x, const int8_t* w, const float* w_scale, float* out, int64_t m_size, int64_t n_size,
                  int64_t k_size, int limit, int n_threads) {
-  const int64_t padded_k = round_up(k_size, LH), n_tiles = (n_size + NR - 1) / NR;
+  const int64_t padded_k = round_up(k_size, LH);
+  const int64_t n_tiles = (n_size + NR - 1) / NR, share = share_of(n_tiles, n_threads);
   Scratch<int16_t> codes(m_size * padded_k);
   Scratch<float> scales(m_size);
   quantize_rows(x, m_size, k_size, padded_k, (float)limit, codes.data, scales.data, n_threads);
@@ -113,7 +114,7 @@ void linear_int8(const float* x, const int8_t* w, const float* w_scale, float* o
     for (int64_t m0 = 0; m0 < m_size; m0 += M_BLOCK) {
       const int m = (int)min_of(M_BLOCK, m_size - m0);
       const int16_t* rows = codes.data + m0 * padded_k;
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, share) nowait
       for (int64_t tile = 0; tile < n_tiles; tile++) {
         const int64_t n0 = tile * NR;
         const int8_t* weights[NR];
@@ -214,7 +215,8 @@ PK_INLINE void dot_rows_int4(const int16_t* x, int m, const float* group_sums, c
 void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale, const uint16_t* w_minimum,
                  float* out, int64_t m_size, int64_t n_size, int64_t k_size, int n_threads) {
   const Int4View w = {w_codes, w_scale, w_minimum, (k_size + GROUP - 1) / GROUP};
-  const int64_t n_groups = w.n_groups, padded_k = n_groups * GROUP, n_tiles = (n_size + NR - 1) / NR;
+  const int64_t n_groups = w.n_groups, padded_k = n_groups * GROUP;
+  const int64_t n_tiles = (n_size + NR - 1) / NR, share = share_of(n_tiles, n_threads);
   Scratch<int16_t> codes(m_size * padded_k);
   Scratch<float> scales(m_size), group_sums(m_size * n_groups);
   quantize_rows(x, m_size, k_size, padded_k, 32767.0f, codes.data, scales.data, n_threads);
@@ -232,7 +234,7 @@ void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale
       const int m = (int)min_of(M_BLOCK, m_size - m0);
       const int16_t* x_rows = codes.data + m0 * padded_k;
       const float* x_sums = group_sums.data + m0 * n_groups;
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, share) nowait
       for (int64_t tile = 0; tile < n_tiles; tile++) {
         const int64_t n0 = tile * NR;
         int64_t rows[NR];
