@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline_engine.errors import ModelLoadError
+from paceline_engine.errors import InvalidValueError, ModelLoadError
 from paceline_engine.loading.base import Checkpoint
 from paceline_engine.loading.cache import cache_dir, write_atomically
 from paceline_engine.mode import Variant
@@ -35,6 +35,19 @@ _LOG = logging.getLogger(__name__)
 
 class _DoesNotFitError(Exception):
     """A file in the cache is not what its name says."""
+
+
+_UNUSABLE = (
+    _DoesNotFitError,
+    OSError,
+    SafetensorError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    RuntimeError,
+)
+"""What opening, reading and assembling a file that is not ours can raise, torch's errors among it."""
 
 
 class WeightStore:
@@ -82,10 +95,11 @@ class WeightStore:
         # The fp32 reference is for tests and comparisons: not worth a file larger than all others together.
         cached = precision is not Variant.FP32
         path = self._path(kind)
-        if cached and path.exists():
+        if cached:
             try:
-                return _assemble(parts, self._read(path, kind), precision)
-            except (_DoesNotFitError, OSError, SafetensorError, ValueError, TypeError) as error:
+                if path.exists():
+                    return _assemble(parts, self._read(path, kind), precision)
+            except _UNUSABLE as error:
                 _LOG.warning("converting again, since %s cannot be used: %s", path, error)
         found = self._convert(parts, precision, on_fraction)
         if cached:
@@ -116,7 +130,16 @@ class WeightStore:
         total = sum(part.shape[0] * part.shape[1] for part in parts)
         done = 0
         for part in parts:
-            found[part.name] = pack(self._source(part), variant)
+            source = self._source(part)
+            try:
+                found[part.name] = pack(source, variant)
+            except InvalidValueError as error:
+                raise ModelLoadError(
+                    str(self._checkpoint.path),
+                    reason=f"its values cannot be rounded to {variant}: {error}",
+                    remedy="fetch the model again",
+                    tensor=part.sources[0],
+                ) from error
             done += part.shape[0] * part.shape[1]
             if on_fraction is not None:
                 on_fraction(done / total, f"{variant}: {part.name}")

@@ -278,3 +278,13 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     checkpoint.tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(64, 95)
     with pytest.raises(ModelLoadError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
         WeightStore(checkpoint, directory=tmp_path).matrices(Variant.INT8)
+
+
+@pytest.mark.parametrize("variant", [Variant.INT8, Variant.INT4, Variant.FP8])
+def test_values_that_are_not_finite_are_a_load_error(variant: Variant, tmp_path: Path) -> None:
+    """A NaN among the weights is damage to the checkpoint, named with its tensor, and nothing is kept."""
+    checkpoint = CountingCheckpoint()
+    checkpoint.tensors["lm_head.weight"][3, 4] = torch.nan
+    with pytest.raises(ModelLoadError, match=r"lm_head\.weight"):
+        WeightStore(checkpoint, directory=tmp_path).matrices(variant)
+    assert not list(tmp_path.rglob("*.safetensors"))
