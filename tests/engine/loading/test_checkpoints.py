@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import struct
@@ -145,7 +146,7 @@ def test_other_gguf_versions_are_not_supported(tmp_path: Path, version: int) -> 
         read_header(path)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_change_of_a_ggufs_header_escapes_the_tree(tiny_model: Any, tmp_path: Path, data: Any) -> None:
     """Whatever stands in the header, opening gives a checkpoint or an error of the tree."""
@@ -159,16 +160,14 @@ def test_no_change_of_a_ggufs_header_escapes_the_tree(tiny_model: Any, tmp_path:
     path = tmp_path / "fuzzed.gguf"
     path.write_bytes(raw)
     for opened in (open_checkpoint, open_tokenizer):
-        try:
+        with contextlib.suppress(ModelError):
             opened(str(path))
-        except ModelError:
-            pass
 
 
 _SIZES = st.one_of(st.integers(-(1 << 70), 1 << 70), st.none(), st.text(max_size=3), st.lists(st.integers()))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["model.norm.weight", "model.embed_tokens.weight"]),
     key=st.sampled_from(["dtype", "shape", "data_offsets"]),

@@ -179,7 +179,7 @@ def test_malformed_conversations_are_refused(tiny_model: Any, messages: Any) -> 
     [
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
-        "{{ messages[0].content._disguise }}",
+        "{{ messages[0].content._disguise.hide }}",
         "{{ raise_exception('no') }}",
         "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
         "{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}",
@@ -210,15 +210,11 @@ def test_lone_surrogates_are_replaced(tiny_model: Any) -> None:
 def test_unknown_tokenizer_kinds_are_not_supported(tiny_model: Any, tmp_path: Path) -> None:
     """A vocabulary of a kind that is not read is told by its name."""
     raw = tiny_model("qwen2").gguf.read_bytes()
-    for known, other in ((b"qwen2\x00", b""), (b"gpt2", b"bert")):
-        path = tmp_path / "other.gguf"
-        if not other:
-            continue
-        path.write_bytes(raw.replace(known, other))
-        with pytest.raises(UnsupportedModelError, match="bert"):
-            open_tokenizer(str(path))
+    (tmp_path / "other.gguf").write_bytes(raw.replace(b"gpt2", b"bert"))
+    with pytest.raises(UnsupportedModelError, match="bert"):
+        open_tokenizer(str(tmp_path / "other.gguf"))
     place = raw.index(b"tokenizer.ggml.pre") + len(b"tokenizer.ggml.pre") + 4 + 8
-    (tmp_path / "pre.gguf").write_bytes(raw[:place] + b"klingon"[:5] + raw[place + 5 :])
+    (tmp_path / "pre.gguf").write_bytes(raw[:place] + b"kling" + raw[place + 5 :])
     with pytest.raises(UnsupportedModelError, match="kling"):
         open_tokenizer(str(tmp_path / "pre.gguf"))
 
