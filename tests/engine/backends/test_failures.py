@@ -251,15 +251,37 @@ def test_a_stopped_worker_hangs_nobody(process: Any) -> None:
     async def main() -> None:
         await backend.start()
         prompt = await process.prompt(backend)
-        os.kill(backend.worker_pid, signal.SIGSTOP)
-        while Path(f"/proc/{backend.worker_pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            await asyncio.sleep(0.01)
+        stop(backend.worker_pid)
         with pytest.raises(BackendError, match="answer_timeout_s"):
             await backend.snapshot(prompt)
         await backend.aclose()
 
     asyncio.run(main())
     wait_until_gone(backend.worker_pid)
+
+
+def test_what_cannot_reach_the_worker_is_refused_at_once(process: Any) -> None:
+    """Objects that cannot be pickled are the caller's error, and the backend works on."""
+    with pytest.raises(InvalidValueError, match="step_policy_numbers"):
+        process.backend(step_policy_numbers={"lock": threading.Lock()})
+    backend = process.backend()
+
+    async def main() -> None:
+        await backend.start()
+        with pytest.raises(InvalidValueError, match="step_policy_numbers"):
+            backend.renew_step_policy({"lock": threading.Lock()})
+        with pytest.raises(InvalidValueError, match="plain data"):
+            await process.run(backend, adapter=threading.Lock(), id="odd")
+        assert (await process.run(backend, id="odd"))[-1].finish is not None
+
+    asyncio.run(main())
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and return when it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
 
 
 def test_changing_the_variant_reaches_the_running_stream(scripted: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig
-from paceline_engine.backends.embedded.messages import RenewPolicy, portable
+from paceline_engine.backends.embedded.messages import RenewPolicy, check_portable, portable
 from paceline_engine.backends.embedded.session import Session
 from paceline_engine.backends.embedded.stream import (
     EmbeddedStream,
@@ -47,6 +47,8 @@ class EmbeddedBackend:
     """
 
     def __init__(self, config: EmbeddedConfig) -> None:
+        check_portable("step_policy_numbers", config.step_policy_numbers)
+        check_portable("source_options", config.source_options)
         self._config = config
         self._supervisor = Supervisor(config)
         self._tokenizer: concurrent.futures.Future[Tokenizer] | None = None
@@ -159,8 +161,13 @@ class EmbeddedBackend:
             session.change_variant(request_id, variant)
 
     def renew_step_policy(self, numbers: Mapping[str, Any]) -> None:
-        """Give the step policy's factory new numbers, now and for workers to come. Never blocks."""
+        """Give the step policy's factory new numbers, now and for workers to come. Never blocks.
+
+        Raises:
+            InvalidValueError: numbers that cannot be sent to the worker.
+        """
         check_owner(self._owner_pid)
+        check_portable("step_policy_numbers", numbers)
         session = self._supervisor.renew(numbers)
         if session is not None:
             session.transport.send(RenewPolicy(numbers=dict(numbers)))

@@ -65,6 +65,9 @@ class EmbeddedConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variants", _variants(self.variants))
+        for name in ("step_policy_numbers", "source_options"):
+            # A copy of our own: later changes of the caller's must not reach a worker to come.
+            object.__setattr__(self, name, dict(getattr(self, name)))
         for name in ("model", "name", "source"):
             if not getattr(self, name):
                 raise InvalidValueError(

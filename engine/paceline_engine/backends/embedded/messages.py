@@ -18,7 +18,7 @@ from typing import Any
 from paceline_engine.backends.base import ModelInfo, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig
 from paceline_engine.core.base import StepOutput
-from paceline_engine.errors import BackendError, PacelineError
+from paceline_engine.errors import BackendError, InvalidValueError, PacelineError
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, ScoreRequest
@@ -123,6 +123,12 @@ _BUFFER_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 
 
+def encode(message: object) -> bytes:
+    """One frame. Raises what pickle does for objects that cannot leave the process."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(body)) + body
+
+
 class Connection:
     """One end of the socket pair. Any thread may send; one thread receives."""
 
@@ -134,14 +140,17 @@ class Connection:
         self._send_lock = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Send one frame; blocks while the other end's buffer is full.
+        """Send one message; blocks while the other end's buffer is full.
 
         Raises:
             OSError: the other end is gone.
         """
-        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send what ``encode`` gave. Raises as ``send`` does."""
         with self._send_lock:
-            self._socket.sendall(_HEADER.pack(len(body)) + body)
+            self._socket.sendall(frame)
 
     def receive(self) -> Any:
         """The next message, or None when the other end is gone."""
@@ -168,6 +177,19 @@ class Connection:
         taken = bytes(self._pending[:size])
         del self._pending[:size]
         return taken
+
+
+def check_portable(field: str, values: Mapping[str, Any]) -> None:
+    """Raises ``InvalidValueError`` for a mapping that cannot be sent to the worker."""
+    try:
+        pickle.dumps(dict(values))
+    except Exception as error:
+        raise InvalidValueError(
+            field,
+            observed=values,
+            limit="plain data that can be pickled",
+            remedy=f"leave out what cannot be: {type(error).__name__}: {error}",
+        ) from error
 
 
 def portable(error: BaseException) -> PacelineError:

@@ -16,7 +16,15 @@ import weakref
 from collections.abc import Callable
 from typing import IO
 
-from paceline_engine.backends.embedded.messages import Close, Command, Connection, Event, Launch, Lost
+from paceline_engine.backends.embedded.messages import (
+    Close,
+    Command,
+    Connection,
+    Event,
+    Launch,
+    Lost,
+    encode,
+)
 
 logger = logging.getLogger("paceline.engine.worker")
 
@@ -36,7 +44,7 @@ class ProcessTransport:
         self._launch = launch
         self._on_event = on_event
         # SimpleQueue.put is reentrant: a stream may be dropped, and so aborted, inside any call.
-        self._outbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._lines: collections.deque[str] = collections.deque(maxlen=_LINES_KEPT)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -55,12 +63,15 @@ class ProcessTransport:
         threading.Thread(target=self._run, name="paceline-worker-reader", daemon=True).start()
 
     def send(self, command: Command) -> None:
-        """Queue a command. Never blocks; may be called from a finalizer."""
-        self._outbox.put(command)
+        """Queue a command. Never blocks; may be called from a finalizer.
+
+        It is pickled here, so that the caller learns of what cannot be, and not the writing thread.
+        """
+        self._outbox.put(encode(command))
 
     def close(self) -> None:
         """Ask the worker to end."""
-        self._outbox.put(Close())
+        self._outbox.put(encode(Close()))
 
     def kill(self) -> None:
         """End the worker at once. May be called from a finalizer and at interpreter exit."""
@@ -96,6 +107,7 @@ class ProcessTransport:
     def _spawn(self) -> tuple[subprocess.Popen[bytes], Connection]:
         if not sys.executable or os.name != "posix":
             raise RuntimeError("no worker can be started from this Python or system: use host='thread'")
+        launch = encode(self._launch)
         ours, theirs = socket.socketpair()
         try:
             process = subprocess.Popen(
@@ -118,13 +130,13 @@ class ProcessTransport:
         if self._killed:
             process.kill()
         with contextlib.suppress(OSError):
-            self._connection.send(self._launch)
+            self._connection.send_frame(launch)
         return process, self._connection
 
     def _write(self, connection: Connection) -> None:
-        while (command := self._outbox.get()) is not None:
+        while (frame := self._outbox.get()) is not None:
             try:
-                connection.send(command)
+                connection.send_frame(frame)
             except OSError:
                 # The reader sees the end too, and tells everyone.
                 return

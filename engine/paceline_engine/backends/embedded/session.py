@@ -114,7 +114,16 @@ class Session:
                 remedy="use a new id for every request",
             )
         wire = _portable_request(replace(request, id=call.id))
-        self.transport.send(Submit(request=wire, plan=plan, submitted_at_s=submitted_at_s))
+        try:
+            self.transport.send(Submit(request=wire, plan=plan, submitted_at_s=submitted_at_s))
+        except Exception as error:
+            self.release(call)
+            raise InvalidValueError(
+                "request",
+                observed=request,
+                limit="made of plain data",
+                remedy=f"it cannot reach the worker: {type(error).__name__}: {error}",
+            ) from error
         self._check(call)
         return call
 

@@ -108,13 +108,16 @@ class Commands:
         self._attached.set()
 
     def serve(self) -> None:
-        while (command := self._connection.receive()) is not None:
-            if isinstance(command, Close):
-                break
-            self._attached.wait()
-            assert self._loop is not None
-            self._loop.handle(command)
-        # Also in mid-step or mid-load: whoever asked is gone or has let go.
+        """Serve until the client closes or is gone; then the process ends, also in mid-step or mid-load."""
+        try:
+            while not isinstance(command := self._connection.receive(), Close | None):
+                self._attached.wait()
+                assert self._loop is not None
+                self._loop.handle(command)
+        except BaseException:
+            # A frame that cannot be read: nothing after it can be trusted, and nobody may wait for ever.
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
 
 
