@@ -429,3 +429,37 @@ def test_logprobs(make_bench: MakeBench) -> None:
         assert entry.logprob == pytest.approx(entry.top[0][2])
         assert len(entry.top) == 2
         assert entry.logprob < 0
+
+
+def test_requests_from_many_threads(make_bench: MakeBench, greedy_ids: GreedyIds) -> None:
+    """Threads submit, look, abort and change variants while steps run; what is not aborted is right."""
+    bench = make_bench(n_blocks=12)
+    faults: list[BaseException] = []
+
+    def use(number: int) -> None:
+        try:
+            for i in range(12):
+                name = f"{number}.{i}"
+                bench.submit(name, [number, i, 3], bench.plan(6))
+                bench.engine.snapshot([number, i, 3])
+                bench.engine.change_variant(name, Variant.INT4)
+                if i % 3 == 2:
+                    bench.engine.abort(name)
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        bench.step()
+    out = bench.run()
+    assert not faults
+    assert not out.errors
+    for number in range(4):
+        for i in range(12):
+            expected = greedy_ids([number, i, 3], 6)
+            finish = out.finish(f"{number}.{i}")
+            assert out.ids(f"{number}.{i}") == expected[: finish.usage.completion_tokens]
+            assert (finish.reason is FinishReason.LENGTH) or i % 3 == 2
+    assert bench.free == 12
