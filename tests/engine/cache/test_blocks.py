@@ -70,15 +70,16 @@ def test_nothing_is_usable_after_a_hole() -> None:
     assert len(pool._index) == 0
 
 
-def test_a_child_held_under_an_evicted_parent_is_not_served() -> None:
-    """A block whose parent had to go is unreachable, and is found again once the parent is back."""
+def test_evicting_one_variant_leaves_the_other_whole() -> None:
+    """When the int4 block of a prefix goes, the bf16 one beside it and its child are still served."""
     pool = BlockPool(4, 1)
     low = fill(pool, [1], variant=INT4)
     blocks = fill(pool, [1, 2])
     assert blocks[0] not in low
     pool.release(low)
-    pool.allocate(pool.n_free)  # evicts the int4 block of the first token
-    assert cached(pool, [1, 2, 3], variant=INT4) == 2
+    assert pool.match([1, 2, 3], SCOPE, INT4).blocks == (low[0], blocks[1])
+    pool.allocate(pool.n_free)  # takes the int4 block of the first token
+    assert pool.match([1, 2, 3], SCOPE, INT4).blocks == tuple(blocks)
     assert cached(pool, [1, 2, 3]) == 2
     pool.release(blocks)
     pool.evict_cached()
