@@ -29,7 +29,7 @@ from paceline_policies.drift import Acceptance, Drift, Pause
 from paceline_policies.forecast import Budgets, Forecast, Work
 from paceline_policies.profile import Profile, VariantProfile
 from paceline_policies.step_model import StepLoad, StepModel, fit, phase_steps
-from paceline_policies.workload import Beside, decode_load, prefill_load
+from paceline_policies.workload import Beside, decode_load, option_load, prefill_load
 
 WINDOW = 96
 """Samples kept for each variant."""
@@ -181,10 +181,19 @@ class Predictor:
         state = self._state(mode.variant)
         beside, other_s = self._beside(mode, snapshot, waiting=0)
         cached = min(max(0, self._cached(mode, snapshot)), max(0, snapshot.prompt_tokens - 1))
-        own = max(1, snapshot.prompt_tokens - cached) + sum(work.option_tokens)
+        own = max(1, snapshot.prompt_tokens - cached)
         ours = prefill_load(own, start=cached, chunk_tokens=self._chunk_tokens, beside=beside)
         seconds = state.step.seconds(ours)
         passes = ours.passes
+        if branches := sum(max(0, tokens - 1) for tokens in work.option_tokens):
+            options = option_load(
+                branches,
+                context_tokens=snapshot.prompt_tokens,
+                chunk_tokens=self._chunk_tokens,
+                beside=beside,
+            )
+            seconds += state.step.seconds(options)
+            passes += options.passes
         if snapshot.waiting_prefill_tokens > 0:
             queued = self._queue_load(snapshot, beside)
             seconds += state.step.seconds(queued)

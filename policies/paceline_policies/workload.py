@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline_policies.step_model import StepLoad
 
@@ -38,6 +38,16 @@ def prefill_load(tokens: float, *, start: int, chunk_tokens: int, beside: Beside
         decode_tokens=passes * beside.sequences,
         attended_pairs=tokens * start + tokens * (tokens + 1) / 2 + passes * beside.context_tokens,
     )
+
+
+def option_load(tokens: float, *, context_tokens: int, chunk_tokens: int, beside: Beside) -> StepLoad:
+    """Scoring of options after their prompt: ``tokens`` of all options but the last of each.
+
+    The prompt's own pass scores every first token, so options of one token cost nothing more. Each other
+    token needs a row of logits, which prefill does not compute and a decode token's cost includes.
+    """
+    load = prefill_load(tokens, start=context_tokens, chunk_tokens=chunk_tokens, beside=beside)
+    return replace(load, decode_tokens=load.decode_tokens + tokens)
 
 
 def decode_load(*, context_tokens: float, sequences: float, tokens_each: int, beside: Beside) -> StepLoad:

@@ -240,7 +240,10 @@ def test_choosing_decodes_nothing(calibrated: Predictor) -> None:
     """Scoring options costs a prefill that grows with them; only the end-to-end budget counts."""
     snapshot = Snapshot(taken_at_s=0.0, prompt_tokens=100)
     few = calibrated.predict(BF16, snapshot, max_tokens=1, kind="choose", option_tokens=(1, 2))
+    single = calibrated.predict(BF16, snapshot, max_tokens=1, kind="choose", option_tokens=(1, 1, 1))
     many = calibrated.predict(BF16, snapshot, max_tokens=1, kind="choose", option_tokens=(1, 2, 300))
+    assert single == calibrated.predict(BF16, snapshot, max_tokens=1)
+    assert few.e2e.p50_ms > single.e2e.p50_ms
     assert few.tpot is None
     assert few.e2e == few.ttft
     assert many.e2e.p50_ms > few.e2e.p50_ms
