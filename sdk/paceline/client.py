@@ -9,16 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 from uuid import uuid4
 
 from paceline.calibrate import ProfileOption, profile_of
-from paceline.ledger import Clock
+from paceline.ledger import Clock, Ledger
 from paceline.options import check_messages, check_slo
 from paceline.planner import Planner
-from paceline.policy import Policy, Served
+from paceline.policy import Ask, Policy, Served
 from paceline.progress import default_progress
 from paceline.turn import AsyncTurn, Messages, Ready, Tools
 from paceline_engine.backends.base import Backend, ModelInfo, OnProgress
@@ -27,6 +28,7 @@ from paceline_engine.errors import ClosedError, InvalidValueError, MissingExtraE
 from paceline_engine.mode import Mode, Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest
+from paceline_engine.snapshot import Snapshot
 from paceline_policies.profile import Profile
 from paceline_policies.slo import SLO
 
@@ -174,7 +176,24 @@ class AsyncClient:
             policy = self._policy
             if policy is None:
                 policy = await _planner(served, self._profile, on_progress)
+        self._rehearse(served, policy)
         return Ready(served=served, policy=policy)
+
+    def _rehearse(self, served: Mapping[str, Served], policy: Policy) -> None:
+        """Pay for late imports and first decisions here, not out of the first turn's budgets."""
+        import_module("paceline.verdicts")
+        if self._tracing:
+            from opentelemetry.trace import NoOpTracerProvider
+
+            from paceline.tracing.spans import start_turn
+
+            start_turn("", slo=self._slo, started_at_s=self._clock(), tracer_provider=NoOpTracerProvider())
+        now_s = self._clock()
+        left = Ledger(self._slo, opened_at_s=now_s, clock=self._clock).left(called_at_s=now_s)
+        ask = Ask(slo=self._slo, left=left, now_s=now_s, deadline_at_s=None, max_tokens=16)
+        looks = {name: Snapshot(taken_at_s=now_s, prompt_tokens=16) for name in served}
+        if isinstance(policy, Planner):
+            policy.decide(ask, looks)
 
     async def aclose(self) -> None:
         """Save what was learned, end all that runs and close the backends; again does nothing."""

@@ -225,7 +225,8 @@ def test_current_turn_follows_nesting_tools_tasks_and_copied_contexts():
 
     async def main():
         assert paceline.current_turn() is None
-        async with paceline.AsyncClient(backend=backend, clock=clock, tracing=False) as client:
+        client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False)
+        async with client:
             async with client.turn("outer") as outer:
                 async with client.turn("inner") as inner:
                     assert paceline.current_turn() is inner
