@@ -226,24 +226,23 @@ def test_current_turn_follows_nesting_tools_tasks_and_copied_contexts():
     async def main():
         assert paceline.current_turn() is None
         client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False)
-        async with client:
-            async with client.turn("outer") as outer:
-                async with client.turn("inner") as inner:
+        async with client, client.turn("outer") as outer:
+            async with client.turn("inner") as inner:
+                assert paceline.current_turn() is inner
+                async with inner.tool("x"):
                     assert paceline.current_turn() is inner
-                    async with inner.tool("x"):
-                        assert paceline.current_turn() is inner
-                    assert await asyncio.to_thread(paceline.current_turn) is inner
-                    late = contextvars.copy_context()
-                    with ThreadPoolExecutor(1) as pool:
-                        assert pool.submit(paceline.current_turn).result() is None
-                        assert pool.submit(late.run, paceline.current_turn).result() is inner
+                assert await asyncio.to_thread(paceline.current_turn) is inner
+                late = contextvars.copy_context()
+                with ThreadPoolExecutor(1) as pool:
+                    assert pool.submit(paceline.current_turn).result() is None
+                    assert pool.submit(late.run, paceline.current_turn).result() is inner
 
-                    async def child():
-                        return paceline.current_turn()
+                async def child():
+                    return paceline.current_turn()
 
-                    assert await asyncio.create_task(child()) is inner
-                assert paceline.current_turn() is outer
-                assert late.run(paceline.current_turn) is outer
+                assert await asyncio.create_task(child()) is inner
+            assert paceline.current_turn() is outer
+            assert late.run(paceline.current_turn) is outer
         assert paceline.current_turn() is None
         assert late.run(paceline.current_turn) is None
 
