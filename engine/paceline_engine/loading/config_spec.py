@@ -240,6 +240,8 @@ def _layer_types(config: _Config, implied: tuple[LayerKind, ...]) -> tuple[Layer
     names = {"full_attention": LayerKind.FULL, "sliding_attention": LayerKind.SLIDING}
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise _damaged(config.model, "'layer_types' is no list of names")
+    if len(given) != len(implied):
+        raise _damaged(config.model, f"has {len(given)} 'layer_types' for {len(implied)} layers")
     if unknown := sorted(set(given) - set(names)):
         raise _unsupported(config.model, f"layer type '{unknown[0]}' is not supported")
     return tuple(names[name] for name in given)

@@ -165,7 +165,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 def _merges_by_score(vocabulary: _Vocabulary, vocab: Mapping[str, int]) -> list[str]:
     """Every way to put a piece together from two, the piece of the highest score first."""
-    scores: Sequence[float] = vocabulary.header.get("tokenizer.ggml.scores", tuple)
+    scores: tuple[float, ...] = vocabulary.header.get("tokenizer.ggml.scores", tuple)
     if len(scores) != len(vocabulary.pieces):
         raise vocabulary.damaged(f"has {len(vocabulary.pieces)} pieces and {len(scores)} scores")
     normal = {
@@ -173,12 +173,11 @@ def _merges_by_score(vocabulary: _Vocabulary, vocab: Mapping[str, int]) -> list[
         for piece, kind in zip(vocabulary.pieces, vocabulary.kinds, strict=True)
         if kind == _NORMAL and " " not in piece
     }
-    by_score = sorted(
-        (piece for piece in vocabulary.pieces if piece in normal and len(piece) > 1),
-        key=lambda piece: -scores[vocab[piece]],
-    )
+    long = [piece for piece in vocabulary.pieces if piece in normal and len(piece) > 1]
+    # a stable sort: of equal scores, the piece of the lower id goes first
+    long.sort(key=lambda piece: float(scores[vocab[piece]]), reverse=True)
     merges: list[str] = []
-    for piece in by_score:
+    for piece in long:
         halves = [
             (piece[:cut], piece[cut:])
             for cut in range(1, len(piece))

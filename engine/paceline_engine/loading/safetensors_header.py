@@ -107,7 +107,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> SafetensorsEnt
     shape: Any = value.get("shape")
     offsets: Any = value.get("data_offsets")
     if not isinstance(type_name, str) or type_name not in READ_TYPES:
-        if type_name in _OTHER_TYPES:
+        if isinstance(type_name, str) and type_name in _OTHER_TYPES:
             raise UnsupportedModelError(
                 str(path),
                 tensor=name,
