@@ -164,21 +164,32 @@ struct Int4View {
   const uint8_t* codes;     // [n_size, n_groups * 16]
   const uint16_t* scale;    // bf16 [n_size, n_groups]
   const uint16_t* minimum;  // bf16 [n_size, n_groups]
-  int64_t n_groups;
+  int64_t n_groups, padded_groups;  // padded to whole vectors
 };
 
-// Row i of x: sum over groups of scale * (codes . x) + minimum * sum(x). group_sums: [m, n_groups] fp32;
-// scales: [NR, n_groups], those of the tile's rows of w. A group's whole numbers stay below 2^24, so their conversion to fp32 is exact.
+// One row's bf16 scales or minimums; what lies between n_groups and padded_groups is left as it is.
+PK_INLINE void widen_groups(const Int4View& w, const uint16_t* from, float* to) {
+  int64_t g = 0;
+  for (; g + L <= w.n_groups; g += L) store(to + g, Bf16::widen(from + g));
+  for (; g < w.n_groups; g++) {
+    const uint32_t bits = (uint32_t)from[g] << 16;
+    memcpy(to + g, &bits, 4);
+  }
+}
+
+// Row i of x: sum over groups of scale * (codes . x) + minimum * sum(x). group_sums: [m, padded_groups];
+// scales, minimums: [NR, padded_groups], those of the tile's rows of w; zeros in the padding. A group's
+// whole numbers stay below 2^24, so their conversion to fp32 is exact.
 template <int M, int N, class Codes>
-PK_INLINE void dot_tile_int4(const int16_t* x, const float* group_sums, const float* scales, const Int4View& w,
-                             const int64_t* rows, Codes codes_of, float (*out)[NR]) {
+PK_INLINE void dot_tile_int4(const int16_t* x, const float* group_sums, const float* scales,
+                             const float* minimums, const Int4View& w, Codes codes_of, float (*out)[NR]) {
   const int64_t n_groups = w.n_groups, stride = n_groups * GROUP;
   vf sums[M][N] = {};
   for (int64_t g = 0; g < n_groups; g++) {
     for (int j = 0; j < N; j++) {
       vh codes[GROUP_VECTORS];
       codes_of(j, g, codes);
-      const vf scale = splat(scales[j * n_groups + g]);
+      const vf scale = splat(scales[j * w.padded_groups + g]);
       for (int i = 0; i < M; i++) {
         vi dot = {};
         for (int v = 0; v < GROUP_VECTORS; v++)
@@ -187,66 +198,66 @@ PK_INLINE void dot_tile_int4(const int16_t* x, const float* group_sums, const fl
       }
     }
   }
-  for (int64_t g = 0; g < n_groups; g += L) {
-    const int n = (int)min_of(L, n_groups - g);
+  for (int64_t g = 0; g < w.padded_groups; g += L)
     for (int j = 0; j < N; j++) {
-      const uint16_t* minimum = w.minimum + rows[j] * n_groups + g;
-      const vf base = n == L ? Bf16::widen(minimum) : Bf16::widen_part(minimum, n);
-      for (int i = 0; i < M; i++) {
-        const float* group_sum = group_sums + i * n_groups + g;
-        sums[i][j] += base * (n == L ? load<vf>(group_sum) : load_part<vf>(group_sum, n));
-      }
+      const vf base = load<vf>(minimums + j * w.padded_groups + g);
+      for (int i = 0; i < M; i++) sums[i][j] += base * load<vf>(group_sums + i * w.padded_groups + g);
     }
-  }
   for (int i = 0; i < M; i++)
     for (int j = 0; j < N; j++) out[i][j] = hsum(sums[i][j]);
 }
 
 template <class Codes>
 PK_INLINE void dot_rows_int4(const int16_t* x, int m, const float* group_sums, const float* scales,
-                             const Int4View& w, const int64_t* rows, Codes codes_of, float (*out)[NR]) {
+                             const float* minimums, const Int4View& w, Codes codes_of, float (*out)[NR]) {
   const int64_t stride = w.n_groups * GROUP;
   int i = 0;
   for (; i + 2 <= m; i += 2)
-    dot_tile_int4<2, NR>(x + i * stride, group_sums + i * w.n_groups, scales, w, rows, codes_of, out + i);
-  if (i < m) dot_tile_int4<1, NR>(x + i * stride, group_sums + i * w.n_groups, scales, w, rows, codes_of, out + i);
+    dot_tile_int4<2, NR>(x + i * stride, group_sums + i * w.padded_groups, scales, minimums, w, codes_of,
+                          out + i);
+  if (i < m) dot_tile_int4<1, NR>(x + i * stride, group_sums + i * w.padded_groups, scales, minimums, w, codes_of,
+                          out + i);
 }
 
 void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale, const uint16_t* w_minimum,
                  float* out, int64_t m_size, int64_t n_size, int64_t k_size, int n_threads) {
-  const Int4View w = {w_codes, w_scale, w_minimum, (k_size + GROUP - 1) / GROUP};
+  const Int4View w = {w_codes, w_scale, w_minimum, (k_size + GROUP - 1) / GROUP,
+                      round_up((k_size + GROUP - 1) / GROUP, L)};
   const int64_t n_groups = w.n_groups, padded_k = n_groups * GROUP;
   const int64_t n_tiles = (n_size + NR - 1) / NR, share = share_of(n_tiles, n_threads);
   Scratch<int16_t> codes(m_size * padded_k);
-  Scratch<float> scales(m_size), group_sums(m_size * n_groups);
+  Scratch<float> scales(m_size), group_sums(m_size * w.padded_groups);
   quantize_rows(x, m_size, k_size, padded_k, 32767.0f, codes.data, scales.data, n_threads);
-  for (int64_t g = 0; g < m_size * n_groups; g++) {
-    int32_t sum = 0;
-    for (int i = 0; i < GROUP; i++) sum += codes.data[g * GROUP + i];
-    group_sums.data[g] = (float)sum;
-  }
+  for (int64_t m = 0; m < m_size; m++)
+    for (int64_t g = 0; g < w.padded_groups; g++) {
+      int32_t sum = 0;
+      for (int i = 0; i < GROUP && g < n_groups; i++) sum += codes.data[(m * n_groups + g) * GROUP + i];
+      group_sums.data[m * w.padded_groups + g] = (float)sum;
+    }
 #pragma omp parallel num_threads(n_threads) if (m_size * n_size * k_size > SMALL)
   {
     Scratch<vh> buffer(NR * n_groups * GROUP_VECTORS);
-    Scratch<float> row_scales(NR * n_groups);
+    Scratch<float> row_scales(NR * w.padded_groups), row_minimums(NR * w.padded_groups);
+    memset(row_minimums.data, 0, NR * w.padded_groups * sizeof(float));
     float dots[M_BLOCK][NR];
     for (int64_t m0 = 0; m0 < m_size; m0 += M_BLOCK) {
       const int m = (int)min_of(M_BLOCK, m_size - m0);
       const int16_t* x_rows = codes.data + m0 * padded_k;
-      const float* x_sums = group_sums.data + m0 * n_groups;
+      const float* x_sums = group_sums.data + m0 * w.padded_groups;
 #pragma omp for schedule(dynamic, share) nowait
       for (int64_t tile = 0; tile < n_tiles; tile++) {
         const int64_t n0 = tile * NR;
         int64_t rows[NR];
         for (int j = 0; j < NR; j++) {
           rows[j] = min_of(n0 + j, n_size - 1);
-          widen_row<Bf16>(w.scale + rows[j] * n_groups, n_groups, row_scales.data + j * n_groups);
+          widen_groups(w, w.scale + rows[j] * n_groups, row_scales.data + j * w.padded_groups);
+          widen_groups(w, w.minimum + rows[j] * n_groups, row_minimums.data + j * w.padded_groups);
         }
         const auto packed = [&](int j, int64_t g, vh* to) PK_INLINE_LAMBDA {
           unpack_group(w.codes + (rows[j] * n_groups + g) * (GROUP / 2), to);
         };
         if (m <= 2) {
-          dot_rows_int4(x_rows, m, x_sums, row_scales.data, w, rows, packed, dots);
+          dot_rows_int4(x_rows, m, x_sums, row_scales.data, row_minimums.data, w, packed, dots);
         } else {
           vh* wide = buffer.data;
           for (int j = 0; j < NR; j++)
@@ -254,7 +265,7 @@ void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale
           const auto unpacked = [&](int j, int64_t g, vh* to) PK_INLINE_LAMBDA {
             for (int v = 0; v < GROUP_VECTORS; v++) to[v] = wide[(j * n_groups + g) * GROUP_VECTORS + v];
           };
-          dot_rows_int4(x_rows, m, x_sums, row_scales.data, w, rows, unpacked, dots);
+          dot_rows_int4(x_rows, m, x_sums, row_scales.data, row_minimums.data, w, unpacked, dots);
         }
         for (int i = 0; i < m; i++)
           for (int64_t n = n0; n < min_of(n0 + NR, n_size); n++)

@@ -60,7 +60,15 @@ PK_INLINE V load_part(const T* from, int n) {
   return v;
 }
 
-PK_INLINE vf splat(float value) { return vf{} + value; }
+PK_INLINE vf splat(float value) {
+#if PK_BYTES == 64
+  return (vf)_mm512_set1_ps(value);
+#elif PK_BYTES == 32
+  return (vf)_mm256_set1_ps(value);
+#else
+  return vf{value, value, value, value};
+#endif
+}
 
 PK_INLINE float hsum(vf v) {
 #if PK_BYTES == 64
