@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -10,7 +11,7 @@ from paceline_engine.backends.base import ModelInfo
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.mode import Variant
 from paceline_engine.timeline import StepTime, Timeline
-from paceline_policies.conformal import Sample
+from paceline_policies.conformal import Sample, log_spread
 from paceline_policies.modes import offered_variants
 from paceline_policies.profile import Profile, VariantProfile
 from paceline_policies.quality import Quality
@@ -141,7 +142,24 @@ def _fit_variant(runs: Sequence[tuple[Probe, Timeline]], overhead_s: float, gap_
             model = fit(others, knees=(step.knee,))
             if (sample := _left_out(model, line, steps, overhead_s, gap_s)) is not None:
                 samples.append(sample)
-    return VariantProfile(step=step, samples=tuple(samples))
+    return VariantProfile(step=step, samples=tuple(_without_stalls(samples)))
+
+
+def _without_stalls(samples: Sequence[Sample]) -> list[Sample]:
+    """Without samples beyond five robust deviations of the others.
+
+    Among a dozen probes, one that the rest of the machine stalled would rule p90 until traffic has
+    pushed it out. If stalls are usual there, traffic will tell.
+    """
+    if not samples:
+        return []
+    middle = median(math.log(sample[2]) for sample in samples)
+    far = 5 * max(0.1, log_spread(samples))
+    return [
+        sample
+        for sample in samples
+        if all(each is None or abs(math.log(each) - middle) <= far for each in sample)
+    ]
 
 
 def _left_out(
