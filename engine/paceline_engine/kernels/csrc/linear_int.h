@@ -44,10 +44,8 @@ inline float quantize_row(const float* x, int64_t k_size, int64_t padded_k, floa
 
 struct Int8 {
   typedef int8_t T;
-  static PK_INLINE vh widen(const T* p) { return __builtin_convertvector(load<vi8h>(p), vh); }
-  static PK_INLINE vh widen_part(const T* p, int n) {
-    return __builtin_convertvector(load_part<vi8h>(p, n), vh);
-  }
+  static PK_INLINE vh widen(const T* p) { return widen_i8(load<vi8h>(p)); }
+  static PK_INLINE vh widen_part(const T* p, int n) { return widen_i8(load_part<vi8h>(p, n)); }
 };
 
 struct Int16 {
@@ -149,6 +147,10 @@ PK_INLINE void unpack_group(const uint8_t* packed, vh* codes) {
   const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)packed));
   const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi16(15)), high = _mm256_srli_epi16(bytes, 4);
   codes[0] = (vh)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+#elif PK_BYTES == 32
+  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)packed));
+  codes[0] = (vh)_mm256_and_si256(words, _mm256_set1_epi16(15));
+  codes[1] = (vh)_mm256_srli_epi16(words, 4);
 #else
   typedef uint8_t bytes_t __attribute__((vector_size(PK_BYTES / 2)));
   typedef uint16_t words_t __attribute__((vector_size(PK_BYTES)));

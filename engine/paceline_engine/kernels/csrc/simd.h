@@ -110,6 +110,7 @@ PK_INLINE vi dot2(vi acc, vh a, vh b) {
 #endif
 }
 
+// Widening by name, since compilers split a generic conversion in two.
 PK_INLINE vu widen_u8(vu8 bytes) {
 #if PK_BYTES == 64
   return (vu)_mm512_cvtepu8_epi32((__m128i)bytes);
@@ -120,8 +121,26 @@ PK_INLINE vu widen_u8(vu8 bytes) {
 #endif
 }
 
+PK_INLINE vh widen_i8(vi8h bytes) {
+#if PK_BYTES == 64
+  return (vh)_mm512_cvtepi8_epi16((__m256i)bytes);
+#elif PK_BYTES == 32
+  return (vh)_mm256_cvtepi8_epi16((__m128i)bytes);
+#else
+  return __builtin_convertvector(bytes, vh);
+#endif
+}
+
 // bf16 keeps the upper half of an fp32.
-PK_INLINE vf widen_bf16(vu16 bits) { return (vf)(__builtin_convertvector(bits, vu) << 16); }
+PK_INLINE vf widen_bf16(vu16 bits) {
+#if PK_BYTES == 64
+  return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)bits) << 16);
+#elif PK_BYTES == 32
+  return (vf)((vu)_mm256_cvtepu16_epi32((__m128i)bits) << 16);
+#else
+  return (vf)(__builtin_convertvector(bits, vu) << 16);
+#endif
+}
 
 // To nearest, ties to even; any NaN becomes the quiet one.
 PK_INLINE uint16_t narrow_bf16(float value) {
