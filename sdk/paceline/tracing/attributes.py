@@ -91,7 +91,7 @@ def of_record(record: GenerationRecord) -> Attributes:
         names.USAGE_CACHE_READ_INPUT_TOKENS: record.usage.cached_tokens,
     }
     if record.finish_reason is not None:
-        found[names.RESPONSE_FINISH_REASONS] = [record.finish_reason]
+        found[names.RESPONSE_FINISH_REASONS] = [str(record.finish_reason)]
     return found
 
 

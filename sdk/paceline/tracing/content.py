@@ -120,7 +120,7 @@ def label(text: str) -> str:
 def shorten(text: str, limit: int) -> str:
     """The text, or its start with a mark that says how much is missing."""
     if len(text) <= limit:
-        return text
+        return str(text)
     mark = f"... [{len(text)} characters]"
     return text[: max(0, limit - len(mark))] + mark
 

@@ -128,6 +128,7 @@ class Pipeline:
             self._meters.force_flush()
         self.processor.shutdown()  # type: ignore[no-untyped-call, unused-ignore]
         self.abort()
+        self._quiet.unmute()
 
     def abort(self) -> None:
         """End at once, without what is still queued."""
@@ -138,7 +139,6 @@ class Pipeline:
         if self._metric_exporter is not None:
             self._metric_exporter.disconnect()
             self._metric_exporter = None
-        self._quiet.unmute()
 
 
 def switch(service_name: str | None) -> Switch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -44,10 +44,7 @@ class TracingHandle:
         """Send what has ended so far, within the time limit; True where the collector took all of it."""
         if self.closed:
             return False
-        worker = threading.Thread(target=self._pipeline.flush, name="paceline-tracing-flush", daemon=True)
-        worker.start()
-        worker.join(self._limit(timeout_s))
-        return not worker.is_alive() and not self._pipeline.down
+        return self._run_apart(self._pipeline.flush, self._limit(timeout_s)) and not self._pipeline.down
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Send what is left, within the time limit, and end. Later calls do nothing.
@@ -63,8 +60,8 @@ class TracingHandle:
             # A forked child has the exporter, but not its parent's thread.
             self._start_closer()
         if not self._closed.wait(self._limit(timeout_s)):
-            self._pipeline.abort()
-            self._closed.wait(1.0)
+            # Some releases of the exporters wait for a running request even here.
+            self._run_apart(self._pipeline.abort, limit_s=1.0)
 
     def __enter__(self) -> Self:
         return self
@@ -79,6 +76,17 @@ class TracingHandle:
 
     def _limit(self, timeout_s: float | None) -> float:
         return self._timeout_s if timeout_s is None else timeout_s
+
+    @staticmethod
+    def _run_apart(work: Callable[[], None], limit_s: float) -> bool:
+        """Whether the work was done in time; if not, its thread is left behind."""
+        worker = threading.Thread(target=work, name="paceline-tracing-work", daemon=True)
+        try:
+            worker.start()
+        except RuntimeError:
+            return False  # the interpreter exits, and takes what still runs with it
+        worker.join(limit_s)
+        return not worker.is_alive()
 
     def _start_closer(self) -> None:
         with suppress(RuntimeError):

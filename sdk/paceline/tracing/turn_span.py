@@ -259,4 +259,9 @@ class RecordedTurn:
 @lru_cache(maxsize=8)
 def _tracer(provider: TracerProvider) -> Tracer:
     """The provider's tracer; asking the SDK for it again takes longer than starting a span."""
-    return provider.get_tracer(names.INSTRUMENTATION, metadata.version("paceline"))
+    try:
+        version = metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        # The sources are on the path without having been installed.
+        version = None
+    return provider.get_tracer(names.INSTRUMENTATION, version)
