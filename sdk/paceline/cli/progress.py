@@ -41,9 +41,8 @@ def progress_bar() -> Iterator[OnProgress]:
 @contextmanager
 def _bars() -> Iterator[OnProgress]:
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
-    from rich.progress import TaskID
 
     columns = (
         TextColumn("{task.description:<20}"),
