@@ -37,6 +37,8 @@ class StepTime:
     """Sum over the sequences of the KV entries that the step's last token of each attends to."""
     attended_pairs: int
     """Sum over the step's tokens of the KV entries that each attends to (sliding windows ignored)."""
+    drafting: bool = False
+    """Whether the step only proposed draft tokens; the step that verifies them follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,10 @@ class Timeline:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache served."""
+    drafted_tokens: int = 0
+    """Draft tokens that were verified."""
+    accepted_tokens: int = 0
+    """Draft tokens that became output."""
 
     @property
     def n_tokens(self) -> int:

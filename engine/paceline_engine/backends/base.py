@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline_engine.chunk import Chunk, ScoreResult
-from paceline_engine.mode import Variant
+from paceline_engine.mode import Speculation, Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, Message, Prompt, ScoreRequest
 from paceline_engine.snapshot import Snapshot
@@ -42,6 +42,8 @@ class ModelInfo:
     """What a plan may ask for, best quality first."""
     bytes_per_variant: Mapping[Variant, int] = field(default_factory=dict[Variant, int])
     """Bytes of weights that one decode step reads."""
+    speculations: tuple[Speculation, ...] = ()
+    """Ways to draft that a plan may ask for."""
     device: str = "cpu"
     device_name: str = ""
     """The processor, for keying saved profiles."""

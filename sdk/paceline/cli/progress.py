@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from paceline_engine.backends.base import OnProgress, Progress
@@ -17,7 +17,7 @@ STAGES = {
 
 
 @contextmanager
-def progress_bar() -> Iterator[OnProgress]:
+def progress_bar() -> Generator[OnProgress, None, None]:
     """A bar a stage on a terminal; elsewhere one line when a stage begins and one when it ends."""
     if sys.stderr.isatty():
         with _bars() as on_progress:
@@ -39,7 +39,7 @@ def progress_bar() -> Iterator[OnProgress]:
 
 
 @contextmanager
-def _bars() -> Iterator[OnProgress]:
+def _bars() -> Generator[OnProgress, None, None]:
     from rich.console import Console
     from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
