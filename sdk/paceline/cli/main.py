@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="paceline",
     help="Inference for agents that must answer in time.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Rich would take longer to import than everything else that the help needs.
+    rich_markup_mode=None,
 )
 
 ModelOption = Annotated[
@@ -114,16 +116,32 @@ def _slo(text: str | None, on_infeasible: str | None) -> SLO:
 
 
 def main() -> None:
-    """Entry point: errors of ours are one plain line, not a traceback."""
+    """Entry point: an error of ours or of the options is one plain line, not a traceback."""
+    try:
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of a pipe has left; what is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        print(f"paceline: {_plain(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _plain(error: Exception) -> str:
+    """What a person is told; errors that are neither ours nor the options' are raised on.
+
+    The parser's errors alone have ``format_message``; which module they live in depends on its version.
+    """
     from paceline_engine.errors import PacelineError
 
-    try:
-        app()
-    except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if (told := getattr(error, "format_message", None)) is not None:
+        return " ".join(str(told()).split())
+    if isinstance(error, PacelineError):
+        return str(error)
+    raise error
 
 
 if __name__ == "__main__":
