@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+CORE   := build/core
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find sdk policies engine -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' -o -name '*.md') pyproject.toml build_kernels.py
 
-.PHONY: demo test lint format dev clean
+.PHONY: demo test lint core format dev clean
 
 demo: $(VENV)/.installed-demo  ## one turn of an airline agent, on a real model
 	$(BIN)/paceline demo
@@ -20,6 +21,13 @@ lint: $(VENV)/.installed-dev  ## lint, format, types, import contracts
 	$(BIN)/pyright
 	$(BIN)/mypy --explicit-package-bases tests/sdk/typing_surface.py
 	$(BIN)/lint-imports
+
+core:  ## the wheel without extras, in an environment of its own: no torch, and a plain word about it
+	rm -rf $(CORE)
+	$(PYTHON) -m venv $(CORE)/venv
+	PIP_CONSTRAINT=constraints.txt $(CORE)/venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w $(CORE) .
+	$(CORE)/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt $(CORE)/*.whl
+	$(CORE)/venv/bin/python -I .ci/core_install.py
 
 format:
 	$(BIN)/ruff check --fix .
