@@ -1,0 +1,43 @@
+"""A busy Python loop beside the work that is measured: in this process, or in another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+LOOP = "print(flush=True)\nn = 0\nwhile True:\n    n += 1"
+
+
+@contextmanager
+def busy_thread() -> Generator[None]:
+    """Count in a thread of this process, as an agent's own Python work does."""
+    ended = False
+
+    def count() -> None:
+        n = 0
+        while not ended:
+            n += 1
+
+    thread = threading.Thread(target=count, name="busy-agent", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended = True
+        thread.join()
+
+
+@contextmanager
+def busy_process() -> Generator[None]:
+    """The same loop in a process of its own; it runs when this returns."""
+    process = subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+    finally:
+        process.kill()
+        process.communicate()
