@@ -82,7 +82,7 @@ def plan(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="'predict' or 'overhead'.")],
+    name: Annotated[str, typer.Argument(help="'predict', 'overhead' or 'modes'.")],
     model: ModelOption = DEFAULT_MODEL,
     data: Annotated[
         Path | None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.cli.bench.base import BenchOptions, BenchReport
 from paceline_engine.errors import UnknownOptionError
 
-NAMES = ("predict", "overhead")
+NAMES = ("predict", "overhead", "modes")
 
 
 def run(name: str, *, model: str, data: Path | None, quick: bool, check: bool, as_json: bool) -> int:
