@@ -19,7 +19,7 @@ from paceline_engine.model.kv import PagedKV
 from paceline_engine.model.spec import ModelSpec
 from paceline_engine.model.weights import DecoderWeights
 from paceline_engine.quant.matrix import Matrix, to_device
-from paceline_engine.quant.store import WeightStore
+from paceline_engine.quant.store import OnFraction, WeightStore
 
 
 class TorchRunner:
@@ -60,7 +60,8 @@ class TorchRunner:
         Args:
             variants: those that may be run, best quality first.
             kv_dtype: None for bf16, or fp32 where only the fp32 reference is run.
-            on_progress: told of the conversion (stage ``convert``), where the cache does not have it.
+            on_progress: told of the loading, and of the conversion (stage ``convert``) of what the cache
+                does not have.
             cache_dir: where converted weights are kept; None for the user's cache folder.
             lazy: convert or map a variant when it is first used, not now.
 
@@ -77,8 +78,7 @@ class TorchRunner:
         store = WeightStore(checkpoint, directory=cache_dir)
         runner = cls(checkpoint, variants=variants, kv=kv, store=store)
         if not lazy:
-            for index, variant in enumerate(runner.variants):
-                runner._load_variant(variant, on_progress, part=index, n_parts=len(runner.variants))
+            runner._load_all(on_progress if on_progress is not None else lambda _: None)
         return runner
 
     @property
@@ -119,25 +119,34 @@ class TorchRunner:
 
     def _weights_of(self, variant: Variant) -> DecoderWeights:
         if variant not in self._weights:
-            self._load_variant(variant, None, part=0, n_parts=1)
+            self._load_variant(variant, lambda _fraction, _message: None)
         return self._weights[variant]
 
-    def _load_variant(
-        self, variant: Variant, on_progress: OnProgress | None, *, part: int, n_parts: int
-    ) -> None:
-        def report(fraction: float, message: str) -> None:
-            if on_progress is not None:
-                on_progress(Progress(stage="convert", done=(part + fraction) / n_parts, message=message))
+    def _load_all(self, on_progress: OnProgress) -> None:
+        n_variants, converted = len(self._variants), False
+        for index, variant in enumerate(self._variants):
 
+            def report(fraction: float, message: str, index: int = index) -> None:
+                nonlocal converted
+                converted = True
+                done = (index + fraction) / n_variants
+                on_progress(Progress(stage="convert", done=done, message=message))
+
+            self._load_variant(variant, report)
+            share = 0.1 + 0.8 * (index + 1) / n_variants
+            on_progress(Progress(stage="load", done=share, message=f"{variant} is ready"))
+        if converted:
+            on_progress(Progress(stage="convert", done=1.0, message="all variants are ready"))
+
+    def _load_variant(self, variant: Variant, on_fraction: OnFraction) -> None:
         self._weights[variant] = DecoderWeights.assemble(
             self._spec,
             variant,
-            matrices=self._store.matrices(variant, on_fraction=report),
+            matrices=self._store.matrices(variant, on_fraction=on_fraction),
             vectors=self._vectors,
             embedding=self._embedding_of(variant),
             device=self._device,
         )
-        report(1.0, f"{variant} is ready")
 
     def _embedding_of(self, variant: Variant) -> Matrix | None:
         """An untied embedding table, shared by all variants but the fp32 reference."""

@@ -55,8 +55,9 @@ def open_engine(
         on_progress=on_progress,
         cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
     )
-    on_progress(Progress(stage="load", done=1.0, message="first pass of each variant"))
+    on_progress(Progress(stage="load", done=0.9, message="first pass of each variant"))
     _warm(runner)
+    on_progress(Progress(stage="load", done=1.0))
     fingerprint = _fingerprint(checkpoint.digest, config, device)
     engine = Engine(
         runner,
