@@ -8,7 +8,16 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-LOOP = "print(flush=True)\nn = 0\nwhile True:\n    n += 1"
+LOOP = """
+import os
+parent = os.getppid()
+print(flush=True)
+n = 0
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        n += 1
+"""
+"""Ends with its parent, should that be killed."""
 
 
 @contextmanager
@@ -31,13 +40,13 @@ def busy_thread() -> Generator[None]:
 
 
 @contextmanager
-def busy_process() -> Generator[None]:
+def busy_process() -> Generator[subprocess.Popen[bytes]]:
     """The same loop in a process of its own; it runs when this returns."""
     process = subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        yield
+        yield process
     finally:
         process.kill()
         process.communicate()

@@ -32,7 +32,7 @@ MAX_HELP_S = 0.3
 REPLY_TOKENS = 48
 WARM_TURNS = 10
 QUESTION = "My flight was cancelled. What are my options?"
-LOOPS: Mapping[str, Callable[[], AbstractContextManager[None]]] = MappingProxyType(
+LOOPS: Mapping[str, Callable[[], AbstractContextManager[object]]] = MappingProxyType(
     {"tpot_busy_thread": busy_thread, "tpot_busy_process": busy_process}
 )
 HELP = "from paceline.cli.main import main; main()"
@@ -60,7 +60,7 @@ class Runs:
     helps: int
 
 
-FULL = Runs(turns=300, pairs=9, pair_tokens=32, starts=3, helps=9)
+FULL = Runs(turns=300, pairs=5, pair_tokens=16, starts=3, helps=9)
 QUICK = Runs(turns=20, pairs=1, pair_tokens=8, starts=1, helps=2)
 
 
@@ -218,16 +218,16 @@ async def _real(model: str, turns: Sequence[ReplayTurn], runs: Runs) -> dict[str
     """Template and tokens of agent prompts, and TPOT alone, beside a busy thread and a busy process."""
     import paceline
     from paceline_engine.backends.embedded import EmbeddedBackend, EmbeddedConfig
+    from paceline_engine.mode import Variant
 
-    # Best quality always fits these budgets, so that every run uses one and the same mode.
-    loose = paceline.SLO(ttft_ms=None, tpot_ms=None, e2e_ms=600_000)
     found: dict[str, list[float]] = {
         name: [] for name in ("prepare", "tpot_quiet", "tpot_busy_thread", "tpot_busy_process")
     }
-    backend = EmbeddedBackend(EmbeddedConfig(model=model))
+    # One variant, so that every run uses the same mode; nothing is predicted, so no calibration is needed.
+    backend = EmbeddedBackend(EmbeddedConfig(model=model, variants=(Variant.BF16,)))
     with progress_bar() as on_progress:
         client = await paceline.AsyncClient(
-            backend=backend, slo=loose, on_progress=on_progress, tracing=False
+            backend=backend, profile="assume", on_progress=on_progress, tracing=False
         ).__aenter__()
     try:
         for replayed in turns:
