@@ -31,18 +31,17 @@ class Probe:
 _FULL = (
     # (prompt tokens, output tokens, concurrency): short prompts say what a pass costs, long ones what
     # a token costs; sizes are mixed, so that a slow moment does not hit one end alone.
-    (1, 8, 1),
-    (1100, 8, 1),
-    (64, 8, 1),
-    (16, 10, 4),
-    (4, 12, 1),
-    (200, 6, 1),
-    (40, 6, 4),
+    (1, 6, 1),
+    (1024, 6, 1),
+    (64, 5, 1),
+    (16, 8, 4),
+    (4, 8, 1),
+    (200, 4, 1),
+    (32, 5, 4),
     (128, 4, 1),
-    (24, 8, 1),
-    (320, 4, 1),
+    (24, 5, 1),
     (1, 4, 1),
-    (80, 4, 1),
+    (80, 3, 1),
 )
 _QUICK = ((1, 6, 1), (320, 6, 1), (32, 6, 1), (16, 6, 4), (128, 6, 1), (1, 4, 1))
 
@@ -50,8 +49,8 @@ _QUICK = ((1, 6, 1), (320, 6, 1), (32, 6, 1), (16, 6, 4), (128, 6, 1), (1, 4, 1)
 def probes(info: ModelInfo, quick: bool = False) -> tuple[Probe, ...]:
     """What to run, in order; the first of each variant warms it up and is not fitted.
 
-    About 2,150 prompt tokens and 90 passes for each variant: with 250 prompt tokens per second and 35 ms
-    a pass some 12 s, half of it in the longest prompt; ``quick`` needs a third. Sizes that the
+    About 1,750 prompt tokens and 60 passes for each variant: with 350 prompt tokens per second and 40 ms
+    a pass some 7 s, a third of it in the longest prompt; ``quick`` needs half. Sizes that the
     context does not hold are cut to what it holds. Variants take turns, so that a change of the
     machine's speed meets all of them alike.
     """

@@ -36,6 +36,10 @@ WAIT_FOR_OTHER_S = 180.0
 QUALITY_SHARE = 0.25
 """Of the progress that is reported."""
 MAX_QUALITY_WINDOWS = 8
+QUALITY_CHARACTERS = 640
+"""Of each window, some 160 tokens."""
+QUALITY_SCORED = 0.4
+"""Of each window; what comes before is its context."""
 
 
 def version() -> str:
@@ -162,12 +166,15 @@ def _random_prompt(served: Served, probe: Probe, ids: random.Random) -> Prompt:
 
 
 def _quality_windows(context_tokens: int) -> Sequence[tuple[str, str]]:
-    """(context, continuation) of each dialogue; short ones where the model's context is small."""
+    """(context, continuation) of each dialogue; short ones where the model's context is small.
+
+    A scored token needs the output matrix, which can make it several times as dear as one of the context.
+    """
     text = files("paceline").joinpath("data/quality.txt").read_text(encoding="utf-8")
     windows: list[tuple[str, str]] = []
     for dialogue in text.split("\n\n\n"):
         # One token stands for a character at worst, and the template takes some too.
-        dialogue = dialogue.strip()[: max(8, context_tokens - 64)]
-        cut = max(1, len(dialogue) // 5)
+        dialogue = dialogue.strip()[: max(8, min(QUALITY_CHARACTERS, context_tokens - 64))]
+        cut = max(1, round(len(dialogue) * (1 - QUALITY_SCORED)))
         windows.append((dialogue[:cut], dialogue[cut:]))
     return windows
