@@ -1,4 +1,4 @@
-"""The machine, the versions, the kernels in use and the saved profile."""
+"""The machine, the versions, the kernels in use and what is kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,25 @@ def run(*, model: str, as_json: bool) -> None:
 def _facts(model: str) -> dict[str, dict[str, Any]]:
     from paceline.cli.bench.base import machine, versions
 
-    return {"machine": machine(), "versions": dict(versions()), "engine": _engine(model)}
+    return {
+        "machine": machine(),
+        "versions": dict(versions()),
+        "engine": _engine(model),
+        "cache": _cache(),
+    }
+
+
+def _cache() -> dict[str, Any]:
+    """The folder, and how much of each kind is kept there."""
+    from paceline.profiles import cache_folder
+
+    folder = cache_folder()
+    found: dict[str, Any] = {"folder": str(folder)}
+    for kind in ("weights", "tokenizers", "profiles"):
+        sizes = [file.stat().st_size for file in (folder / kind).glob("*") if file.is_file()]
+        files = "file" if len(sizes) == 1 else "files"
+        found[kind] = f"{len(sizes)} {files}, {sum(sizes) / 1e6:.1f} MB"
+    return found
 
 
 def _engine(model: str) -> dict[str, Any]:

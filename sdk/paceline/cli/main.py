@@ -32,9 +32,17 @@ InfeasibleOption = Annotated[
     str | None,
     typer.Option("--on-infeasible", help="'degrade', 'shorten' or 'reject'; overrides what --slo says."),
 ]
+ProfileOption = Annotated[
+    str,
+    typer.Option(
+        "--profile",
+        help="Where predictions come from: 'auto' (saved, else calibrate), 'calibrate', 'quick' or 'assume'.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 
 DEFAULT_MODEL = "gemma3-270m"
+DEFAULT_QUESTION = "Hi, my booking is KX4TRM. What time does my flight leave, and can I still change it?"
 
 
 @app.command()
@@ -42,6 +50,7 @@ def demo(
     slo: SloOption = None,
     on_infeasible: InfeasibleOption = None,
     model: ModelOption = DEFAULT_MODEL,
+    question: Annotated[str, typer.Option(help="What the customer asks.")] = DEFAULT_QUESTION,
     max_tokens: Annotated[int, typer.Option(help="Token cap of the answer.")] = 32,
     cold: Annotated[
         bool, typer.Option("--cold", help="Do not warm the system policy into the prefix cache first.")
@@ -49,19 +58,22 @@ def demo(
     otlp: Annotated[
         str | None, typer.Option(help="Send the traces there, such as http://localhost:4317.")
     ] = None,
+    profile: ProfileOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Play one turn of an airline agent on a real model, under budgets."""
     from paceline.cli import demo as command
 
-    command.run(
+    options = command.DemoOptions(
+        question=question,
         slo=_slo(slo, on_infeasible),
         model=model,
         max_tokens=max_tokens,
         warm=not cold,
         otlp_endpoint=otlp,
-        as_json=as_json,
+        profile=profile,  # type: ignore[arg-type]  # the client checks it
     )
+    command.run(options, as_json=as_json)
 
 
 @app.command()
@@ -71,13 +83,21 @@ def plan(
     on_infeasible: InfeasibleOption = None,
     model: ModelOption = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option(help="Token cap.")] = 48,
+    profile: ProfileOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Predict and decide without running: what each mode would take, and what would fit."""
     from paceline.cli import plan as command
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    command.run(text, slo=_slo(slo, on_infeasible), model=model, max_tokens=max_tokens, as_json=as_json)
+    decision = command.decide(
+        text,
+        slo=_slo(slo, on_infeasible),
+        model=model,
+        max_tokens=max_tokens,
+        profile=profile,  # type: ignore[arg-type]  # the client checks it
+    )
+    command.show(decision, as_json=as_json)
 
 
 @app.command()
@@ -100,7 +120,7 @@ def bench(
 
 @app.command()
 def info(model: ModelOption = DEFAULT_MODEL, as_json: JsonOption = False) -> None:
-    """Show the machine, the versions, the kernels in use and the model's saved profile."""
+    """Show the machine, the versions, the kernels in use and what is cached."""
     from paceline.cli import info as command
 
     command.run(model=model, as_json=as_json)
@@ -118,7 +138,7 @@ def _slo(text: str | None, on_infeasible: str | None) -> SLO:
 def main() -> None:
     """Entry point: an error of ours or of the options is one plain line, not a traceback."""
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="paceline", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:

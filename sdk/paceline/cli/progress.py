@@ -1,10 +1,13 @@
-"""Progress of slow starts, on standard error."""
+"""Progress of slow starts on standard error, and how long their stages took."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 from paceline_engine.backends.base import OnProgress, Progress
 
@@ -14,6 +17,51 @@ STAGES = {
     "convert": "converting weights",
     "calibrate": "calibrating",
 }
+ONCE = ("fetch", "convert", "calibrate")
+"""Kept in the cache folder."""
+
+
+class StageTimes:
+    """Passes progress on, and counts the seconds of each stage until it is left.
+
+    The time before a report belongs to the report's stage, and to the stage before it where the report
+    says that its own begins.
+    """
+
+    def __init__(self, on_progress: OnProgress, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._on_progress = on_progress
+        self._clock = clock
+        self._at_s = clock()
+        self._stage = "load"
+        self._seconds: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._count(self._stage)
+
+    def __call__(self, progress: Progress) -> None:
+        self._count(self._stage if progress.done <= 0 else progress.stage)
+        self._stage = progress.stage
+        self._on_progress(progress)
+
+    def _count(self, stage: str) -> None:
+        before_s, self._at_s = self._at_s, self._clock()
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + self._at_s - before_s
+
+    def to_dict(self) -> dict[str, float]:
+        """Seconds of each stage that there was, and of all."""
+        return {"total": sum(self._seconds.values()), **self._seconds}
+
+    def __str__(self) -> str:
+        total = f"{sum(self._seconds.values()):.1f} s"
+        parts = [f"{STAGES.get(stage, stage)} {taken:.1f} s" for stage, taken in self._seconds.items()]
+        once = [STAGES[stage] for stage in self._seconds if stage in ONCE]
+        kept = f"; {' and '.join(once)} only this once" if once else ""
+        return f"{total} ({', '.join(parts)}{kept})" if len(parts) > 1 else total
 
 
 @contextmanager
