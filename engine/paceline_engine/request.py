@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline_engine.errors import InvalidValueError
+from paceline_engine.grammar.base import Grammar
 
 Message = Mapping[str, Any]
 """One chat message: ``role``, ``content``, and for tools ``tool_calls``, ``tool_call_id``, ``name``."""
@@ -47,7 +48,7 @@ class SamplingParams:
     seed: int | None = None
     """The same seed gives the same draws, whatever else shares the batch."""
     min_tokens: int = 0
-    """No end token or stop string ends the output before this many tokens."""
+    """No end token or stop string ends the output before this many tokens; the end of a grammar does."""
     logprobs: int | None = None
     """Report this many most likely tokens for each position (0: only the one drawn)."""
 
@@ -98,6 +99,9 @@ class GenerationRequest:
     """Token ids that end the output, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Do not end at the model's end tokens (calibration and benchmarks)."""
+    grammar: Grammar | None = None
+    """What every choice keeps to. End tokens come only where it is complete; where nothing can follow, the
+    output ends without one. It is brought to a valid end within the token cap and a hard deadline."""
     n: int = 1
     """Choices to generate for the one prompt."""
     salt: str = ""
@@ -110,6 +114,13 @@ class GenerationRequest:
         if any(not text for text in self.stop):
             raise InvalidValueError(
                 "stop", observed=self.stop, limit="made of non-empty texts", remedy="drop the empty text"
+            )
+        if self.ignore_eos and self.grammar is not None:
+            raise InvalidValueError(
+                "ignore_eos",
+                observed=True,
+                limit="False for an output that keeps to a grammar",
+                remedy="leave one of the two out: a grammar says where the output ends",
             )
 
 

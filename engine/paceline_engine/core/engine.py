@@ -20,6 +20,7 @@ from paceline_engine.core.ledger import Ledger
 from paceline_engine.core.passes import PassResult, run_pass
 from paceline_engine.core.scoring import Scoring
 from paceline_engine.errors import InvalidValueError
+from paceline_engine.grammar.compiler import Compiled, GrammarCompiler
 from paceline_engine.loading.base import Tokenizer
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import ModelRunner
@@ -62,6 +63,7 @@ class Engine:
         )
         self._ledger = Ledger(self._scheduler, runner.copy_block, self._config.max_steps_recorded)
         self._eos_ids = frozenset((*tokenizer.eos_token_ids, *runner.spec.eos_token_ids))
+        self._grammars = GrammarCompiler(tokenizer, vocab_size=runner.spec.vocab_size, end_ids=self._eos_ids)
         self._n_arrived = 0
 
     @property
@@ -71,17 +73,28 @@ class Engine:
             return bool(self._ledger.requests)
 
     def submit(self, request: GenerationRequest, plan: Plan, *, submitted_at_s: float) -> None:
-        """Queue a generation.
+        """Queue a generation. A grammar is compiled here, on the caller's thread.
 
         Raises:
-            InvalidValueError: the request or plan does not suit the model.
+            InvalidValueError: the request or plan does not suit the model, or its grammar is not valid.
+            MissingExtraError: it has a grammar, and the grammar library is not installed.
             PromptTooLongError: it can never fit the context or the KV cache.
             DeadlineExpiredError: the plan's deadline has passed.
         """
         validate.check_generation(request, plan, self._runner)
         self._check_deadline(plan)
+        grammar = None if request.grammar is None else self._compile(request, plan)
         sequence = self._new_sequence(request, plan, submitted_at_s, weight=request.n)
-        self._enter(Generation(request, plan, sequence, tokenizer=self._tokenizer, eos_ids=self._eos_ids))
+        self._enter(
+            Generation(
+                request,
+                plan,
+                sequence,
+                tokenizer=self._tokenizer,
+                eos_ids=self._eos_ids,
+                grammar=grammar,
+            )
+        )
 
     def submit_score(self, request: ScoreRequest, plan: Plan, *, submitted_at_s: float) -> None:
         """Queue a scoring. Raises as ``submit`` does."""
@@ -159,6 +172,13 @@ class Engine:
             for result in results:
                 self._ledger.commit(result)
             return self._ledger.emit()
+
+    def _compile(self, request: GenerationRequest, plan: Plan) -> Compiled:
+        assert request.grammar is not None
+        compiled = self._grammars.compile(request.grammar)
+        validate.check_grammar_fits(compiled, plan)
+        self._check_deadline(plan)  # compiling takes time
+        return compiled
 
     def _check_deadline(self, plan: Plan) -> None:
         if (error := validate.deadline_error(plan, self._clock())) is not None:

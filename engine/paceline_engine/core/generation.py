@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 from paceline_engine.chunk import Chunk, Finish, FinishReason, Usage
 from paceline_engine.core.output import Output, Piece
+from paceline_engine.grammar.compiler import Compiled
+from paceline_engine.grammar.constraint import GrammarConstraint
 from paceline_engine.loading.base import Tokenizer
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest
@@ -13,17 +16,32 @@ from paceline_engine.sampling.draw import RandomStream
 from paceline_engine.sampling.rules import DrawRule
 from paceline_engine.sampling.sampler import Drawn
 from paceline_engine.schedule.sequence import SequenceState
-from paceline_engine.timeline import Timeline, TokenTime
+from paceline_engine.timeline import Timeline, TimelineEvent, TokenTime
+
+_RECENT_CHUNKS = 8
+"""Chunks whose pace tells how many tokens still fit before a hard deadline."""
+_PACE_MARGIN = 1.25
+"""By how much a step may be slower than the slowest recent one and still be on time."""
 
 
 class Choice:
     """One of a request's outputs. Until the prompt is done all choices share the first one's sequence."""
 
-    def __init__(self, index: int, sequence: SequenceState, *, rule: DrawRule, output: Output) -> None:
+    def __init__(
+        self,
+        index: int,
+        sequence: SequenceState,
+        *,
+        rule: DrawRule,
+        output: Output,
+        constraint: GrammarConstraint | None = None,
+    ) -> None:
         self.index = index
         self.sequence = sequence
         self.rule = rule
         self.output = output
+        self._constraint = constraint
+        self._landed = False
         self._token_times: list[TokenTime] = []
 
     @property
@@ -38,7 +56,40 @@ class Choice:
         if self.sequence.first_token_at_s is None:
             self.sequence.first_token_at_s = made_at_s
         self.sequence.last_token_at_s = made_at_s
+        self._note_landing(at_s=made_at_s)
         return self._chunk(piece, at_s=made_at_s)
+
+    def watch_time(self, now_s: float) -> None:
+        """Tell the grammar how many tokens still fit before a hard deadline, at the recent pace."""
+        plan = self.sequence.plan
+        if self._constraint is None or not plan.hard_deadline or plan.deadline_at_s is None:
+            return
+        times = self._token_times[-_RECENT_CHUNKS:]
+        paces = [
+            (after.made_at_s - before.made_at_s) / after.n_tokens
+            for before, after in itertools.pairwise(times)
+        ]
+        pace_s = max(paces, default=plan.tpot_target_s or 0.0) * _PACE_MARGIN
+        if pace_s > 0:
+            n_more = max(0, int((plan.deadline_at_s - now_s) / pace_s))
+            # The token of the logits at hand takes no further step.
+            self._constraint.limit_time(len(self.output.token_ids) + 1 + n_more)
+
+    def _note_landing(self, *, at_s: float) -> None:
+        if self._landed or self._constraint is None:
+            return
+        landing = self._constraint.landing(len(self.output.token_ids))
+        if landing is None:
+            return
+        self._landed = True
+        attributes: dict[str, object] = {
+            "cause": str(landing.cause),
+            "position": landing.position,
+            "tokens_left": landing.tokens_left,
+        }
+        if landing.tokens_needed is not None:
+            attributes["tokens_needed"] = landing.tokens_needed
+        self.sequence.events.append(TimelineEvent(at_s=at_s, name="landing", attributes=attributes))
 
     def end(self, reason: FinishReason, *, at_s: float) -> Chunk:
         """End the choice from outside, with the text so far."""
@@ -78,32 +129,38 @@ class Generation:
         *,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
+        grammar: Compiled | None = None,
     ) -> None:
         self.request = request
         self.plan = plan
         self.cancelled = False
         end_ids = {*request.stop_token_ids, *(() if request.ignore_eos else eos_ids)}
         sampling = request.sampling
-        self.choices = tuple(
-            Choice(
-                index,
-                sequence,
-                rule=DrawRule(
-                    sampling,
-                    stream=RandomStream.for_request(sampling.seed, index),
-                    prompt_ids=request.prompt.token_ids,
-                    end_ids=end_ids,
-                ),
-                output=Output(
-                    tokenizer,
-                    max_tokens=plan.max_tokens,
-                    end_ids=end_ids,
-                    stop=request.stop,
-                    min_tokens=sampling.min_tokens,
-                ),
+
+        def choice(index: int) -> Choice:
+            constraint = (
+                None
+                if grammar is None
+                else GrammarConstraint(grammar, max_tokens=plan.max_tokens, end_ids=end_ids)
             )
-            for index in range(request.n)
-        )
+            rule = DrawRule(
+                sampling,
+                stream=RandomStream.for_request(sampling.seed, index),
+                prompt_ids=request.prompt.token_ids,
+                end_ids=end_ids,
+                constraint=constraint,
+            )
+            output = Output(
+                tokenizer,
+                max_tokens=plan.max_tokens,
+                end_ids=end_ids,
+                stop=request.stop,
+                min_tokens=sampling.min_tokens,
+                form=constraint,
+            )
+            return Choice(index, sequence, rule=rule, output=output, constraint=constraint)
+
+        self.choices = tuple(map(choice, range(request.n)))
 
     @property
     def first_sequence(self) -> SequenceState:

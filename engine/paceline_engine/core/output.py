@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline_engine.chunk import FinishReason, TokenLogprob
 from paceline_engine.loading.base import Tokenizer
@@ -28,6 +29,18 @@ class Piece:
     ending: Ending | None = None
 
 
+class Form(Protocol):
+    """What an output must look like."""
+
+    def complete(self, output_ids: Sequence[int]) -> bool:
+        """Whether nothing can follow."""
+        ...
+
+    def cut_short(self, n_output: int) -> FinishReason | None:
+        """The limit that decided some of the first ``n_output`` tokens; None where all were free."""
+        ...
+
+
 class Output:
     """Takes the drawn tokens of one choice, one or several at a time, with the same result."""
 
@@ -39,11 +52,13 @@ class Output:
         end_ids: Collection[int] = (),
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        form: Form | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._end_ids = frozenset(end_ids)
         self._min_tokens = min_tokens
+        self._form = form
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(stop)
         self._sent: list[str] = []
@@ -85,13 +100,20 @@ class Output:
         self.token_ids.append(token_id)
         count = len(self.token_ids)
         if token_id in self._end_ids and count > self._min_tokens:
-            return self._flush(FinishReason.STOP)
+            return self._flush(self._own_end())
         text = self._detokenizer.push(token_id)
         if count >= self._min_tokens:  # before, a stop string is text like any other
             text = self._match(text)
+        if self.ending is None and self._form is not None and self._form.complete(self.token_ids):
+            text += self._flush(self._own_end())
         if self.ending is None and count >= self._max_tokens:
             text += self._flush(FinishReason.LENGTH)
         return text
+
+    def _own_end(self) -> FinishReason:
+        """Why an output that came to its end did so: a limit may have brought it there."""
+        cause = None if self._form is None else self._form.cut_short(len(self.token_ids))
+        return FinishReason.STOP if cause is None else cause
 
     def _match(self, text: str) -> str:
         settled = self._stops.push(text)

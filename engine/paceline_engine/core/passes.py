@@ -60,14 +60,17 @@ def run_pass(
     """One forward pass, then the draws and scores that its logits are for."""
     started_at_s = clock()
     try:
-        results = _forward(part, runner, requests)
+        results = _forward(part, runner, requests, clock)
     except Exception as error:
         return PassResult(ran=part, step=_step_time(part, started_at_s, clock()), error=error)
     return PassResult(ran=part, step=_step_time(part, started_at_s, clock()), results=results)
 
 
 def _forward(
-    part: Pass, runner: ModelRunner, requests: Mapping[str, Generation | Scoring]
+    part: Pass,
+    runner: ModelRunner,
+    requests: Mapping[str, Generation | Scoring],
+    clock: Callable[[], float],
 ) -> tuple[WorkResult, ...]:
     logits = runner.forward([work.slice() for work in part.work], part.variant)  # [rows, vocab]
     rows: list[Row] = []
@@ -81,6 +84,8 @@ def _forward(
         scores: tuple[ScoredToken, ...] = ()
         if isinstance(job, Generation) and work.n_rows:
             choices = list(job.choices_of(work.sequence))
+            for choice in choices:
+                choice.watch_time(clock())
             rows += [
                 Row(at=n_before, rule=choice.rule, output_ids=choice.output.token_ids) for choice in choices
             ]

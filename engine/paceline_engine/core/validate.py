@@ -10,6 +10,7 @@ from paceline_engine.errors import (
     PromptTooLongError,
     UnknownOptionError,
 )
+from paceline_engine.grammar.compiler import Compiled
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import ModelRunner
 from paceline_engine.plan import Plan
@@ -59,6 +60,18 @@ def check_fits(runner: ModelRunner, *, n_prompt: int, n_more: int, more: str) ->
             limit=f"at most {limit} tokens together with {more} ({what})",
             remedy=f"shorten the prompt, lower {more}"
             + (", or give the engine more KV blocks" if capacity < context else ""),
+        )
+
+
+def check_grammar_fits(compiled: Compiled, plan: Plan) -> None:
+    """Refuse a token cap in which no output of the grammar was found to fit."""
+    shortest = compiled.shortest
+    if shortest is not None and len(shortest) > plan.max_tokens:
+        raise InvalidValueError(
+            "max_tokens",
+            observed=plan.max_tokens,
+            limit=f"at least {len(shortest)}, the tokens of the shortest {compiled.grammar.kind} output",
+            remedy="raise max_tokens, or the budgets where they set it, or ask for less in the grammar",
         )
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from paceline_engine.request import SamplingParams
+from paceline_engine.sampling.constraint import Constraint
 from paceline_engine.sampling.draw import RandomStream
 
 GREEDY_TEMPERATURE = 1e-5
 """At or below it the most likely token is taken."""
 _HUGE = 1e30
 """Bounds what users may multiply and add, so that fp32 logits never become NaN."""
-
-LogitsHook = Callable[[torch.Tensor, Sequence[int]], None]
-"""Changes the logits [vocab] of the position after the output tokens given, in place (grammar masks)."""
 
 
 class DrawRule:
@@ -29,12 +27,12 @@ class DrawRule:
         stream: RandomStream,
         prompt_ids: Collection[int] = (),
         end_ids: Collection[int] = (),
-        hook: LogitsHook | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.params = params
         self.stream = stream
         self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_p == 0 or params.top_k == 1
-        self._hook = hook
+        self.constraint = constraint
         self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.long)
         self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.long)
         self._bias = torch.tensor([_bounded(bias) for bias in params.logit_bias.values()])
@@ -46,7 +44,7 @@ class DrawRule:
     def changes_logits(self, n_output: int) -> bool:
         """Whether ``apply`` would change the logits of the token after ``n_output`` others."""
         return (
-            self._hook is not None
+            self.constraint is not None
             or self._bias_ids.numel() > 0
             or self._repetition != 1
             or self._presence != 0
@@ -55,11 +53,14 @@ class DrawRule:
         )
 
     def apply(self, logits: torch.Tensor, output_ids: Sequence[int]) -> None:
-        """Penalties, bias, the minimum length and the hook, in this order and in place.
+        """Penalties, bias, the minimum length and the constraint, in this order and in place.
 
         Args:
             logits: [vocab], of the token that follows ``output_ids``.
             output_ids: the output so far, drafts before this position included.
+
+        Raises:
+            ConstraintFault: the constraint cannot say what may come next.
         """
         device = logits.device
         if self._repetition != 1 and (seen := self._prompt_ids.union(output_ids)):
@@ -77,8 +78,8 @@ class DrawRule:
         logits.clamp_(max=_HUGE)
         if self._hides_end(len(output_ids)):
             logits[self._end_ids.to(device)] = -torch.inf
-        if self._hook is not None:
-            self._hook(logits, output_ids)
+        if self.constraint is not None:
+            self.constraint.mask(logits, output_ids)
 
     def _hides_end(self, n_output: int) -> bool:
         return n_output < self.params.min_tokens and self._end_ids.numel() > 0

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline_engine.sampling.constraint import ConstraintFault
 from paceline_engine.sampling.rules import DrawRule
 
 _FIRST_LOOK = 1024
 """Tokens that top-p looks at before it sorts the whole vocabulary."""
+_MOST_REDRAWS = 16
+"""Drawn tokens that a constraint may turn down before it chooses one."""
 _SCORE_ROWS = 32
 """Rows whose log-softmax is taken at once: bounds the temporary memory."""
 
@@ -79,15 +82,36 @@ def _draw_row(logits: torch.Tensor, row: Row, best_id: int, best: float) -> Draw
     if not math.isfinite(best):
         return Undrawable(reason=f"the model's largest logit is {best}")
     rule, position = row.rule, len(row.output_ids)
-    changed = logits
-    if rule.changes_logits(position):
-        changed = logits.clone()
+    if not rule.changes_logits(position):
+        token_id = best_id if rule.greedy else _draw_by_chance(logits, rule, position, best)
+        return _with_logprobs(logits, token_id, rule.params.logprobs)
+    changed = logits.clone()
+    try:
         rule.apply(changed, row.output_ids)
-        best_id, best = _best(changed[None], [0])[0]
+        drawn = _draw_admitted(changed, rule, row.output_ids)
+    except ConstraintFault as error:
+        return Undrawable(reason=str(error))
+    if drawn is None:
+        return Undrawable(reason="penalties, bias, min_tokens and masks leave no token to draw")
+    return _with_logprobs(logits, drawn, rule.params.logprobs)
+
+
+def _draw_admitted(logits: torch.Tensor, rule: DrawRule, output_ids: Sequence[int]) -> int | None:
+    """A token that the rule's constraint admits; those that it does not are masked in ``logits`` [vocab].
+
+    The number drawn for the position is the same each time, so the token depends on the output alone.
+    """
+    constraint = rule.constraint
+    for _ in range(_MOST_REDRAWS):
+        token_id, best = _best(logits[None], [0])[0]
         if not math.isfinite(best):
-            return Undrawable(reason="penalties, bias, min_tokens and masks leave no token to draw")
-    token_id = best_id if rule.greedy else _draw_by_chance(changed, rule, position, best)
-    return _with_logprobs(logits, token_id, rule.params.logprobs)
+            break
+        if not rule.greedy:
+            token_id = _draw_by_chance(logits, rule, len(output_ids), best)
+        if constraint is None or constraint.admits(output_ids, token_id):
+            return token_id
+        logits[token_id] = -torch.inf
+    return None if constraint is None else constraint.way_out(output_ids)
 
 
 def _best(logits: torch.Tensor, rows: Sequence[int]) -> dict[int, tuple[int, float]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline_engine.request import SamplingParams
+from paceline_engine.sampling.constraint import Constraint, ConstraintFault
 from paceline_engine.sampling.draw import RandomStream
 from paceline_engine.sampling.rules import DrawRule
 from paceline_engine.sampling.sampler import Drawn, Row, Undrawable, draw_tokens, score_tokens
@@ -178,20 +179,56 @@ def test_logits_are_left_alone() -> None:
     assert torch.equal(logits, before)
 
 
-def test_a_hook_masks_one_sequence() -> None:
-    """A hook sees the output so far and changes its own row alone."""
+class OnlyNext:
+    """Allows two tokens at each position, and turns the first of them down."""
 
-    def only_next(logits: torch.Tensor, output_ids: Sequence[int]) -> None:
+    def mask(self, logits: torch.Tensor, output_ids: Sequence[int]) -> None:
         keep = len(output_ids) + 2
         logits[:keep] = -torch.inf
-        logits[keep + 1 :] = -torch.inf
+        logits[keep + 2 :] = -torch.inf
 
-    hooked = DrawRule(SamplingParams(temperature=1.0), stream=RandomStream(seed=1), hook=only_next)
+    def admits(self, output_ids: Sequence[int], token_id: int) -> bool:
+        return token_id != len(output_ids) + 2
+
+    def way_out(self, output_ids: Sequence[int]) -> int | None:
+        return 7
+
+
+class AdmitsNothing(OnlyNext):
+    def admits(self, output_ids: Sequence[int], token_id: int) -> bool:
+        return False
+
+
+class Faulty(OnlyNext):
+    def mask(self, logits: torch.Tensor, output_ids: Sequence[int]) -> None:
+        raise ConstraintFault("too heavy")
+
+
+def constrained(constraint: Constraint, temperature: float) -> DrawRule:
+    params = SamplingParams(temperature=temperature)
+    return DrawRule(params, stream=RandomStream(seed=1), constraint=constraint)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constraint_masks_one_sequence(temperature: float) -> None:
+    """A constraint sees the output so far, changes its own row alone, and what it turns down is redrawn."""
     results = draw_tokens(
         torch.zeros(1, 9),
-        [Row(at=0, rule=hooked, output_ids=[5]), Row(at=0, rule=rule(), output_ids=[5])],
+        [
+            Row(at=0, rule=constrained(OnlyNext(), temperature), output_ids=[5]),
+            Row(at=0, rule=rule(), output_ids=[5]),
+            Row(at=0, rule=constrained(AdmitsNothing(), temperature), output_ids=[5]),
+        ],
     )
-    assert [result.token_id for result in results if isinstance(result, Drawn)] == [3, 0]
+    assert [result.token_id for result in results if isinstance(result, Drawn)] == [4, 0, 7]
+
+
+def test_a_constraint_that_fails_fails_its_own_row() -> None:
+    """A constraint that cannot say what comes next leaves its row without a token, and the others alone."""
+    rows = [Row(at=0, rule=by, output_ids=[]) for by in (constrained(Faulty(), 1.0), rule())]
+    failed, healthy = draw_tokens(torch.zeros(1, 9), rows)
+    assert failed == Undrawable(reason="too heavy")
+    assert healthy == Drawn(token_id=0)
 
 
 def test_draws_depend_on_seed_choice_and_position_alone() -> None:

@@ -174,6 +174,13 @@ class ScriptedEngine:
                 limit=f"token ids below {VOCAB_SIZE}",
                 remedy="drop the ids that the vocabulary lacks",
             )
+        if request.grammar is not None:
+            raise InvalidValueError(
+                str(request.grammar.kind),
+                observed=request.grammar.text,
+                limit="left out, because the scripted engine counts and keeps to no grammar",
+                remedy="use the real engine, or paceline.testing.ScriptedBackend",
+            )
         n_tokens = request.prompt.n_tokens + plan.max_tokens
         n_blocks = math.ceil(n_tokens / self._block_size)
         if n_blocks * request.n > self._n_blocks:
