@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from paceline_engine.chunk import FinishReason, ScoreResult, TokenLogprob, Usage
 from paceline_engine.timeline import Timeline
@@ -22,6 +23,9 @@ class AnswerChoice:
     stop_text: str | None = None
     """The stop string that ended it."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    parsed: Any = None
+    """With ``json_schema``: the text's value, or the pydantic model's instance. None where the text was cut
+    by a stop string or a passed deadline before it was valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,11 @@ class Answer:
     def text(self) -> str:
         """Of the first choice."""
         return self.choices[0].text
+
+    @property
+    def parsed(self) -> Any:
+        """Of the first choice; see ``AnswerChoice.parsed``."""
+        return self.choices[0].parsed
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -291,6 +291,7 @@ def _request(call_id: str, wanted: Wanted, prompt: Prompt) -> GenerationRequest 
         stop=options.stop,
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
+        grammar=options.grammar,
         n=options.n,
         salt=options.salt,
         adapter=options.adapter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.answer import AnswerChoice
 from paceline_engine.chunk import Chunk, Finish, FinishReason, TokenLogprob, Usage
@@ -111,7 +112,8 @@ class Collector:
             cached_tokens=cached_tokens,
         )
 
-    def answers(self) -> tuple[AnswerChoice, ...]:
+    def answers(self, parse: Callable[[str], Any] | None = None) -> tuple[AnswerChoice, ...]:
+        """The choices that ended, with the values that ``parse`` gives for their texts."""
         return tuple(
             AnswerChoice(
                 text="".join(choice.pieces),
@@ -119,10 +121,20 @@ class Collector:
                 usage=choice.finish.usage,
                 stop_text=choice.finish.stop_text,
                 logprobs=tuple(choice.logprobs) if choice.logprobs else None,
+                parsed=_parsed("".join(choice.pieces), parse),
             )
             for choice in self._choices
             if choice.finish is not None
         )
+
+
+def _parsed(text: str, parse: Callable[[str], Any] | None) -> Any:
+    if parse is None:
+        return None
+    try:
+        return parse(text)
+    except ValueError:  # pydantic's error is one too
+        return None
 
 
 def _delivered(finish: Finish, taken: Sequence[TokenTime], now: float) -> Finish:

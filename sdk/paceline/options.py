@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, cast
 
 from paceline_engine.errors import InvalidValueError, UnknownOptionError
+from paceline_engine.grammar.base import Grammar
 from paceline_engine.request import Message, SamplingParams
 from paceline_policies.slo import SLO
 
@@ -32,6 +34,10 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     salt: str
     adapter: str | None
+    json_schema: Mapping[str, Any] | str | type[Any] | None
+    """A JSON schema, its text, or a pydantic model's class; ``Answer.parsed`` holds the answer's value."""
+    regex: str | None
+    one_of: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +51,12 @@ class Options:
     ignore_eos: bool = False
     salt: str = ""
     adapter: str | None = None
+    grammar: Grammar | None = None
+    parse: Callable[[str], Any] | None = None
+    """From the text of a choice to the value that its JSON schema describes."""
 
 
+_GRAMMARS = ("json_schema", "regex", "one_of")
 _NUMBERS = (
     "temperature",
     "top_p",
@@ -86,8 +96,36 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         values["stop_token_ids"] = _token_ids(values["stop_token_ids"])
     if values.get("n", 1) < 1:
         raise InvalidValueError("n", observed=values["n"], limit="at least 1", remedy="use 1 for one choice")
+    for name in _GRAMMARS:
+        if values.get(name) is None:
+            values.pop(name, None)
+    grammars = {name: values.pop(name) for name in _GRAMMARS if name in values}
+    if grammars:
+        values["grammar"], values["parse"] = _grammar(grammars, ignore_eos=values.get("ignore_eos", False))
     sampling = {name: values.pop(name) for name in list(values) if name in _SAMPLING}
     return Options(sampling=SamplingParams(**sampling), **values)
+
+
+def _grammar(given: Mapping[str, Any], *, ignore_eos: bool) -> tuple[Grammar, Callable[[str], Any] | None]:
+    """The one grammar given, and how its answers are read."""
+    (name, value), *others = given.items()
+    if others or ignore_eos:
+        raise InvalidValueError(
+            name,
+            observed=value,
+            limit=f"given without {others[0][0] if others else 'ignore_eos'}",
+            remedy="use one of them",
+        )
+    if name == "one_of":
+        return Grammar.one_of(_texts(name, value)), None
+    if name == "regex":
+        if not isinstance(value, str):
+            raise InvalidValueError(name, observed=value, limit="a text", remedy="pass the pattern's text")
+        return Grammar.regex(value), None
+    if isinstance(value, type) and callable(getattr(value, "model_json_schema", None)):
+        model = cast("Any", value)
+        return Grammar.json_schema(model.model_json_schema()), model.model_validate_json
+    return Grammar.json_schema(value), json.loads
 
 
 def check_max_tokens(max_tokens: object) -> int | None:

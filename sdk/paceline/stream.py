@@ -181,7 +181,7 @@ class AsyncStream:
         assert self._call.collector is not None
         assert self._call.record is not None
         return Answer(
-            choices=self._call.collector.answers(),
+            choices=self._call.collector.answers(self._call.wanted.options.parse),
             usage=self._call.record.usage,
             decision=self._call.decided.decision,
             timeline=self._call.record.timeline,

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import json
 import re
 import threading
 import time
@@ -38,6 +39,7 @@ from paceline_engine.errors import (
     InvalidValueError,
     StallError,
 )
+from paceline_engine.grammar.base import GrammarKind
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, Message, Prompt, ScoreRequest
@@ -348,6 +350,7 @@ class _ScriptedStream:
         if self._played is None:
             self._backend._check_open()
             reply = self._backend._take(self._request, self._plan)
+            _check_form(reply, self._request)
             self._backend.running.add(self._request.id)
             self._played = self._play(reply)
         try:
@@ -443,6 +446,34 @@ class _ScriptedStream:
             f"no token came for {plan.stall_limit_s} s: raise stall_ms, or look at the backend",
             partial_text=self._text,
             phase=_phase(number),
+        )
+
+
+def _check_form(reply: Reply, request: GenerationRequest) -> None:
+    """Refuse a reply that is not even of the kind that the request's grammar asks for.
+
+    The script is not cut to the grammar: a schema is not checked beyond being JSON.
+    """
+    grammar = request.grammar
+    if grammar is None or reply.error_after is not None:
+        return
+    text = reply.text if isinstance(reply.text, str) else "".join(reply.text)
+    if grammar.kind is GrammarKind.ONE_OF:
+        fits = text in json.loads(grammar.text)
+    elif grammar.kind is GrammarKind.REGEX:
+        fits = re.fullmatch(grammar.text, text) is not None
+    else:
+        try:
+            json.loads(text)
+            fits = True
+        except ValueError:
+            fits = False
+    if not fits:
+        raise InvalidValueError(
+            "script",
+            observed=text,
+            limit=f"replies that suit the request's {grammar.kind}",
+            remedy="script a reply that a backend could give",
         )
 
 

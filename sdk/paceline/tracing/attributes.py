@@ -40,6 +40,8 @@ def of_request(request: GenerationRequest | ScoreRequest) -> Attributes:
     if isinstance(request, ScoreRequest):
         return {names.KIND: "choose", names.REQUEST_ID: request.id, names.OPTIONS: len(request.options)}
     found: Attributes = {names.KIND: "chat", names.REQUEST_ID: request.id, **_of_sampling(request.sampling)}
+    if request.grammar is not None:
+        found[names.GRAMMAR] = str(request.grammar.kind)
     if request.n != 1:
         found[names.REQUEST_CHOICE_COUNT] = request.n
     return found

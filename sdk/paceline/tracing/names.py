@@ -76,6 +76,8 @@ BACKEND: Final = "paceline.backend"
 REQUEST_ID: Final = "paceline.request.id"
 OPTIONS: Final = "paceline.options"
 """How many options a ``choose`` call scores."""
+GRAMMAR: Final = "paceline.grammar"
+"""What the output keeps to: ``json_schema``, ``regex`` or ``one_of``."""
 DECISION: Final = "paceline.decision"
 
 # Paceline: attributes of a deadline event and of verdicts
