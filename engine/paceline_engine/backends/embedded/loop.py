@@ -120,6 +120,9 @@ class EngineLoop:
         self._wake = threading.Event()
         self._stopping = False
         self._died: str | None = None
+        self._compiling: dict[str, bool] = {}
+        """Requests whose grammars are being compiled, and whether they were aborted meanwhile."""
+        self._compiling_lock = threading.Lock()
 
     def run(self) -> None:
         """Step until stopped, or until a step raises: then ``Died`` is the last event."""
@@ -158,10 +161,12 @@ class EngineLoop:
 
     def _carry_out(self, command: Command) -> None:
         match command:
+            case Submit(request=GenerationRequest(grammar=grammar)) if grammar is not None:
+                self._submit_apart(command)
             case Submit():
                 self._submit(command)
             case Abort(request_id=request_id):
-                self._engine.abort(request_id)
+                self._abort(request_id)
             case ChangeVariant():
                 self._engine.change_variant(command.request_id, command.variant)
             case TakeSnapshot():
@@ -180,6 +185,29 @@ class EngineLoop:
             self._wake.wait(0.001)
             self._wake.clear()
         return output
+
+    def _submit_apart(self, command: Submit) -> None:
+        """Compile and submit on a thread of its own: other commands must not wait for a heavy grammar."""
+        request_id = command.request.id
+
+        def submit() -> None:
+            self._submit(command)
+            with self._compiling_lock:
+                aborted = self._compiling.pop(request_id)
+            if aborted:
+                self._engine.abort(request_id)
+            self._wake.set()
+
+        with self._compiling_lock:
+            self._compiling[request_id] = False
+        threading.Thread(target=submit, name="paceline-grammar", daemon=True).start()
+
+    def _abort(self, request_id: str) -> None:
+        with self._compiling_lock:
+            if request_id in self._compiling:
+                self._compiling[request_id] = True
+                return
+        self._engine.abort(request_id)
 
     def _submit(self, command: Submit) -> None:
         request = command.request
