@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline_engine.mode import Mode
 from paceline_engine.plan import Plan
@@ -68,10 +68,18 @@ class Decision:
     action: str
     """``run``, ``degrade``, ``shorten`` or ``reject``."""
     prediction: Prediction | None
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...] = field(repr=False)
     """Every mode considered, best quality first."""
     remedy: Remedy | None = None
     """Set where nothing fits."""
+
+    def __str__(self) -> str:
+        """One line: what is done, and whether it fits. The report prints every mode."""
+        fits = "fits the SLO" if self.feasible else "nothing fits the SLO"
+        if self.plan is None:
+            return f"{self.action} ({fits})"
+        most = f"at most {self.plan.max_tokens} tokens"
+        return f"{self.action} {self.plan.mode.label} on {self.backend}, {most} ({fits})"
 
     @property
     def chosen(self) -> Candidate | None:

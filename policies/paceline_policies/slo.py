@@ -14,39 +14,47 @@ OnInfeasible = Literal["degrade", "shorten", "reject"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SLO:
-    """Service-level objective of one turn. None leaves a budget out.
+    """Service-level objective of one turn: its budgets in milliseconds. None leaves a budget out.
 
     A budget is an objective: a miss is reported and the text goes on, unless ``hard``.
+
+    Raises:
+        InvalidValueError: a value of the wrong type or out of range, or ``hard`` without ``e2e_ms``.
     """
 
     ttft_ms: float | None = 200.0
-    """Time to first token of each generation in the turn."""
+    """Time to first token of each generation in the turn, from the call to the first chunk."""
     tpot_ms: float | None = 30.0
-    """Time per output token after the first, of each generation."""
+    """Time per output token after the first, on average over each generation."""
     e2e_ms: float | None = 2000.0
-    """The whole turn, with its tools."""
+    """The whole turn from its opening to its closing, with its tools and the agent's own code."""
     confidence: float = 0.9
     """Probability with which a mode must be predicted to meet every budget to count as fitting."""
     on_infeasible: OnInfeasible = "degrade"
-    """``degrade``: run the most likely mode; ``shorten``: cap the tokens; ``reject``: InfeasibleError."""
+    """Where no mode fits. ``degrade`` runs the mode most likely to fit, ``shorten`` lowers the token cap
+    until one fits, ``reject`` raises ``InfeasibleError``."""
     hard: bool = False
     """End the generation at the end-to-end deadline with finish reason ``budget``."""
     stall_ms: float | None = 30_000.0
-    """Longest wait for any next token; a clock of its own, apart from the budgets."""
+    """Longest wait for any next token, after which the generation fails with ``StallError``; None waits
+    for ever. It is no budget: predictions and verdicts leave it out."""
 
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms", "e2e_ms", "stall_ms"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
                 raise InvalidValueError(
                     name,
                     observed=value,
                     limit="a finite number of milliseconds above 0, or None",
                     remedy="use None to leave this budget out",
                 )
-        if not 0 < self.confidence < 1:
+        if not (_is_number(self.confidence) and 0 < self.confidence < 1):
             raise InvalidValueError(
-                "confidence", observed=self.confidence, limit="between 0 and 1", remedy="0.9 is usual"
+                "confidence",
+                observed=self.confidence,
+                limit="a number between 0 and 1, both excluded",
+                remedy="0.9 is usual",
             )
         if self.on_infeasible not in ("degrade", "shorten", "reject"):
             raise InvalidValueError(
@@ -54,6 +62,10 @@ class SLO:
                 observed=self.on_infeasible,
                 limit="'degrade', 'shorten' or 'reject'",
                 remedy="'degrade' runs the mode that is most likely to fit",
+            )
+        if not isinstance(self.hard, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidValueError(
+                "hard", observed=self.hard, limit="True or False", remedy="True ends at the deadline"
             )
         if self.hard and self.e2e_ms is None:
             raise InvalidValueError("hard", observed=True, limit="used with e2e_ms", remedy="set e2e_ms")
@@ -85,3 +97,7 @@ class SLO:
             on_infeasible=self.on_infeasible,
             hard=self.hard,
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

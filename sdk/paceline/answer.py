@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -35,8 +35,9 @@ class Answer:
     choices: tuple[AnswerChoice, ...]
     usage: Usage
     """Of all choices together; the prompt counts once."""
-    decision: Decision
-    timeline: Timeline
+    decision: Decision = field(repr=False)
+    """How it was run, and which modes were turned down."""
+    timeline: Timeline = field(repr=False)
     """Of the choice that ended last, with delivered times."""
 
     @property

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from paceline.calibrate import ProfileOption, profile_of
 from paceline.ledger import Clock, Ledger
-from paceline.options import check_messages, check_slo
+from paceline.options import check_messages, check_name, check_slo
 from paceline.planner import Planner
 from paceline.policy import Ask, Policy, Served
 from paceline.progress import default_progress
@@ -71,14 +71,22 @@ class AsyncClient:
             slo: what turns get that name none; the default is ``SLO()``.
             profile: where predictions come from, see ``ProfileOption``, or a profile of your own.
             on_progress: told how far a slow start came; the default is a bar on a terminal's stderr.
-            device: of the embedded engine, as the following: ``cpu``, ``cuda``, ``auto``.
-            variants: the precisions that a plan may ask for, best quality first.
-            kv_tokens: how many tokens the KV cache holds.
-            n_threads: threads of one step.
-            host: ``process`` for a worker of the client's own, ``thread`` for this process.
+            device: for the embedded engine, as the next four: ``cpu``, ``cuda``, ``cuda:1``, or ``auto``,
+                the default: CUDA where there is one.
+            variants: the precisions that a plan may ask for, best quality first; the default is ``bf16``,
+                ``int8`` and ``int4``. All of them are held in memory.
+            kv_tokens: how many tokens the KV cache holds, for all running sequences together and the cached
+                prefixes; the default is 16,384, or less where the model's context is small.
+            n_threads: threads of one step; the default is the physical cores that this process may use.
+            host: ``process`` for a worker process of the client's own, ``thread`` for this process, where
+                busy Python threads slow the steps down.
             tracing: whether turns are recorded through OpenTelemetry's API.
             clock: monotonic seconds; tests give a ``paceline.testing.ManualClock``.
             policy: decides instead of the predictor and its profile.
+
+        Raises:
+            InvalidValueError: a value that is not allowed, or an option of the embedded engine beside
+                ``backend``. The engine's own options and the model are checked by ``start``.
         """
         options = {"device": device, "variants": variants, "kv_tokens": kv_tokens, "n_threads": n_threads}
         given = {name: value for name, value in options.items() if value is not None}
@@ -115,6 +123,14 @@ class AsyncClient:
     ) -> None:
         await self.aclose()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._label()}>"
+
+    def _label(self) -> str:
+        served = ", ".join(self._backends) if self._backends is not None else self._model
+        state = "closed" if self._closed else "not started" if self._ready is None else "started"
+        return f"{served}: {state}"
+
     @property
     def slo(self) -> SLO:
         """What turns get that name none."""
@@ -122,6 +138,7 @@ class AsyncClient:
 
     @property
     def closed(self) -> bool:
+        """Whether ``aclose`` was called; a closed client opens no turns."""
         return self._closed
 
     @property
@@ -211,8 +228,13 @@ class AsyncClient:
         Args:
             name: of the agent, for traces and reports.
             slo: the budgets; the default is the client's.
+
+        Raises:
+            InvalidValueError: ``name`` is no text or empty, or ``slo`` is no SLO.
+            ClosedError: the client was closed, or belongs to the parent process.
         """
         self._check_usable()
+        check_name(name)
         check_slo(slo)
         return AsyncTurn(
             name=name,
@@ -233,7 +255,12 @@ class AsyncClient:
         """Prefill a prefix, such as a long system policy, into the prefix cache ahead of any turn.
 
         One token is generated at the best variant, whose blocks serve all others too. It counts against
-        no turn's budgets. Returns the usage on the first backend.
+        no turn's budgets. Returns the usage on the first backend. Blocks that no turn has used for long
+        give way when the KV cache is full.
+
+        Raises:
+            InvalidValueError: no messages, or messages that the chat template refuses.
+            ClosedError, GenerationError: as any generation.
         """
         checked = check_messages(messages)
         ready = await self._started()

@@ -15,29 +15,51 @@ from paceline_policies.slo import SLO
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Every option of a generation beside ``max_tokens``; the sampling ones are ``SamplingParams``."""
+    """Every option of a generation beside ``max_tokens``, ``tools`` and ``slo``.
+
+    The default is greedy: the likeliest token each time.
+    """
 
     temperature: float
+    """0 is greedy, the default; higher draws less likely tokens more often."""
     top_p: float
+    """Draw from the fewest tokens whose probabilities reach this sum; 1, the default, is off."""
     top_k: int
+    """Draw from this many likeliest tokens; 0, the default, is off."""
     min_p: float
+    """Drop tokens below this share of the likeliest token's probability; 0, the default, is off."""
     repetition_penalty: float
+    """Makes tokens of the prompt and the answer less likely above 1, the default."""
     presence_penalty: float
+    """Subtracted once from the logit of each token in the answer; 0, the default, is off."""
     frequency_penalty: float
+    """Subtracted for each time that a token is in the answer; 0, the default, is off."""
     logit_bias: Mapping[int, float]
+    """Added to the logits of these token ids."""
     seed: int | None
+    """The same seed draws the same tokens."""
     min_tokens: int
+    """Nothing ends the answer before this many tokens."""
     logprobs: int | None
+    """Report this many likeliest tokens for each place, 20 at most; 0 reports the drawn one alone."""
     stop: str | Sequence[str]
+    """Texts that end the answer; they are not part of it."""
     stop_token_ids: Sequence[int]
+    """Token ids that end the answer, beside the model's own."""
     n: int
+    """How many choices to generate for the one prompt."""
     ignore_eos: bool
+    """Go on past the model's end tokens, up to ``max_tokens``."""
     salt: str
+    """Prefixes are shared only between requests of the same salt: one for each tenant."""
     adapter: str | None
+    """An adapter that the backend serves; the embedded engine serves none."""
     json_schema: Mapping[str, Any] | str | type[Any] | None
     """A JSON schema, its text, or a pydantic model's class; ``Answer.parsed`` holds the answer's value."""
     regex: str | None
+    """A regular expression that the whole answer has to match."""
     one_of: Sequence[str] | None
+    """The answer is one of these texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +159,7 @@ def check_max_tokens(max_tokens: object) -> int | None:
             "max_tokens",
             observed=max_tokens,
             limit="an integer of at least 1, or None",
-            remedy="use turn.choose() to score options without generating",
+            remedy="None lets the budgets set it; turn.choose() scores options and generates nothing",
         )
     return cast("int", max_tokens)
 
@@ -188,11 +210,14 @@ def check_options(options: object) -> tuple[str, ...]:
 
 def check_slo(slo: object) -> SLO | None:
     if slo is not None and not isinstance(slo, SLO):
-        raise InvalidValueError("slo", observed=slo, limit="an SLO or None", remedy="use paceline.SLO(...)")
+        text = isinstance(slo, str)
+        remedy = f"use paceline.SLO.parse({slo!r})" if text else "use paceline.SLO(...)"
+        raise InvalidValueError("slo", observed=slo, limit="an SLO or None", remedy=remedy)
     return slo
 
 
 def check_name(name: object) -> None:
+    """A name of a turn or a tool."""
     if not isinstance(name, str) or not name:
         raise InvalidValueError("name", observed=name, limit="a non-empty text", remedy="pass a name")
 
@@ -204,8 +229,8 @@ def _no_messages(observed: object) -> InvalidValueError:
 
 
 def _unknown(name: str) -> UnknownOptionError:
-    known = sorted(GenerateOptions.__annotations__)
-    close = difflib.get_close_matches(name, [*known, "max_tokens", "slo", "tools"], n=3, cutoff=0.6)
+    known = sorted([*GenerateOptions.__annotations__, "max_tokens", "slo", "tools"])
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     remedy = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(known)}"
     return UnknownOptionError("option", observed=name, limit="one that a generation knows", remedy=remedy)
 

@@ -97,10 +97,7 @@ def _generation_lines(number: int, record: GenerationRecord) -> Iterable[str]:
 
 
 def _decision_lines(decision: Decision) -> Iterable[str]:
-    feasible = "fits the SLO" if decision.feasible else "nothing fits the SLO"
-    mode = f" {decision.plan.mode.label} on {decision.backend}" if decision.plan is not None else ""
-    cap = f", at most {decision.plan.max_tokens} tokens" if decision.plan is not None else ""
-    yield f"decision: {decision.action}{mode}{cap} ({feasible})"
+    yield f"decision: {decision}"
     if decision.remedy is not None:
         yield _fit(f"would fit: {decision.remedy.change}", 2)
     if decision.candidates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline_engine.chunk import Usage
@@ -21,7 +21,8 @@ class Verdict:
     measured_ms: float
     met: bool
     blame: str | None
-    """Where it was missed: ``queue``, ``prefill``, ``decode``, ``tool``, ``consumer``, ``agent``."""
+    """The phase to blame where it was missed, else None: ``queue``, ``prefill``, ``decode``, ``tool``,
+    ``consumer`` (the caller took tokens late) or ``agent`` (the caller's code between calls)."""
     detail: str = ""
     """For people: which generation or tool, and by how much."""
 
@@ -33,13 +34,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
-    """One model call of the turn."""
+    """One model call of the turn. Times ending in ``_at_s`` are seconds on the client's monotonic clock."""
 
     id: str
     kind: str
     """``chat`` or ``choose``."""
-    decision: Decision
-    timeline: Timeline
+    decision: Decision = field(repr=False)
+    timeline: Timeline = field(repr=False)
     """With delivered times filled in."""
     usage: Usage
     finish_reason: str | None
@@ -70,15 +71,21 @@ class ToolRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One turn, as it went. ``print(report)`` gives the waterfall and the verdicts."""
+    """One turn, as it went. ``print(report)`` gives the verdicts, the waterfall and the decisions.
+
+    Times ending in ``_at_s`` are seconds on the client's monotonic clock; ``to_dict`` has them from the
+    turn's opening.
+    """
 
     name: str
     trace_id: str | None
+    """Hex; None where nothing is recorded."""
     slo: SLO
     started_at_s: float
     ended_at_s: float
-    generations: tuple[GenerationRecord, ...]
-    phases: tuple[Phase, ...]
+    generations: tuple[GenerationRecord, ...] = field(repr=False)
+    """In the order of their calls."""
+    phases: tuple[Phase, ...] = field(repr=False)
     """Of the whole turn, in order of their start: queue, prefill, decode, tool, consumer, agent."""
     verdicts: tuple[Verdict, ...]
     """One for each budget of the SLO that could be measured."""
@@ -86,10 +93,12 @@ class Report:
 
     @property
     def met(self) -> bool:
+        """Every budget that could be measured was met."""
         return all(verdict.met for verdict in self.verdicts)
 
     @property
     def e2e_ms(self) -> float:
+        """From the turn's opening to its closing."""
         return (self.ended_at_s - self.started_at_s) * 1e3
 
     def __str__(self) -> str:

@@ -151,6 +151,15 @@ class AsyncStream:
     ) -> None:
         await self.aclose()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._label()}>"
+
+    def _label(self) -> str:
+        if self._call is None:
+            return "not begun" if self._closed is None else "closed"
+        state = "ended" if self._done else "running" if self._closed is None else "closed"
+        return f"{state}, {len(self.text)} characters"
+
     @property
     def text(self) -> str:
         """Of the first choice, so far."""

@@ -144,12 +144,17 @@ class Client:
     ) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"<Client {self._client._label()}>"
+
     @property
     def slo(self) -> SLO:
+        """What turns get that name none."""
         return self._client.slo
 
     @property
     def closed(self) -> bool:
+        """Whether ``close`` was called; a closed client opens no turns."""
         return self._client.closed
 
     @property
@@ -158,12 +163,12 @@ class Client:
         return self._client.models
 
     def start(self) -> None:
-        """See ``AsyncClient.start``."""
+        """Load the model, and calibrate where no profile is saved. Errors as ``AsyncClient.start``."""
         self._client._check_usable()
         self._loop.call(self._client.start())
 
     def close(self) -> None:
-        """See ``AsyncClient.aclose``."""
+        """Save what was learned, end all that runs and close the backends; again does nothing."""
         if not self._client.closed:
             try:
                 self._loop.call(self._client.aclose())
@@ -171,7 +176,7 @@ class Client:
                 self._finalizer()
 
     def turn(self, name: str = "agent", *, slo: SLO | None = None) -> Turn:
-        """A turn, to be opened with ``with``. See ``AsyncClient.turn``."""
+        """A turn, to be opened with ``with``; its budgets count from there. As ``AsyncClient.turn``."""
         return Turn(self._client.turn(name, slo=slo), self._loop)
 
     def warm(
@@ -182,7 +187,7 @@ class Client:
         salt: str = "",
         adapter: str | None = None,
     ) -> Usage:
-        """See ``AsyncClient.warm``."""
+        """Prefill a prefix into the prefix cache ahead of any turn. As ``AsyncClient.warm``."""
         self._client._check_usable()
         return self._loop.call(self._client.warm(messages, tools=tools, salt=salt, adapter=adapter))
 
@@ -218,6 +223,9 @@ class Turn:
         if not self._turn.closed and self._turn._desk is not None:
             self.__exit__(None, None, None)
 
+    def __repr__(self) -> str:
+        return f"<Turn {self._turn._label()}>"
+
     @property
     def async_turn(self) -> AsyncTurn:
         """The turn underneath, for async code that runs inside this turn."""
@@ -246,11 +254,11 @@ class Turn:
 
     @property
     def deadline_at_s(self) -> float | None:
-        """When the turn should have ended, on the client's clock; None without an E2E budget."""
+        """When the turn should have ended, in seconds on the client's clock; None without an E2E budget."""
         return self._turn.deadline_at_s
 
     def remaining_ms(self) -> float | None:
-        """What is left of the E2E budget; negative once it has passed, None without one."""
+        """Milliseconds left of the E2E budget; negative once it has passed, None without one."""
         return self._turn.remaining_ms()
 
     @property
@@ -267,7 +275,7 @@ class Turn:
         slo: SLO | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """See ``AsyncTurn.stream``."""
+        """A generation as a stream of chunks. Arguments and errors as ``AsyncTurn.stream``."""
         stream = self._turn.stream(messages, max_tokens=max_tokens, tools=tools, slo=slo, **options)
         return Stream(stream, self._loop)
 
@@ -280,7 +288,7 @@ class Turn:
         slo: SLO | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Answer:
-        """See ``AsyncTurn.generate``."""
+        """The whole answer of a generation. Arguments and errors as ``AsyncTurn.stream``."""
         return self._loop.call(
             self._turn.generate(messages, max_tokens=max_tokens, tools=tools, slo=slo, **options)
         )
@@ -295,7 +303,7 @@ class Turn:
         salt: str = "",
         adapter: str | None = None,
     ) -> Choice:
-        """See ``AsyncTurn.choose``."""
+        """The likeliest of ``options``, scored without decoding. As ``AsyncTurn.choose``."""
         return self._loop.call(
             self._turn.choose(messages, options=options, tools=tools, slo=slo, salt=salt, adapter=adapter)
         )
@@ -309,7 +317,7 @@ class Turn:
         slo: SLO | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Decision:
-        """See ``AsyncTurn.plan``."""
+        """What ``generate`` would do now; runs nothing. As ``AsyncTurn.plan``."""
         return self._loop.call(
             self._turn.plan(messages, max_tokens=max_tokens, tools=tools, slo=slo, **options)
         )
@@ -328,6 +336,9 @@ class Stream:
 
     def __iter__(self) -> Self:
         return self
+
+    def __repr__(self) -> str:
+        return f"<Stream {self._stream._label()}>"
 
     def __next__(self) -> Chunk:
         chunk = self._loop.call(_next(self._stream))

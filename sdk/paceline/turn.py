@@ -141,16 +141,26 @@ class AsyncTurn:
             self._report = self._build(ended_at_s)
             desk.span.end(self._report, error=error)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._label()}>"
+
+    def _label(self) -> str:
+        state = "closed" if self._closed else "not open" if self._desk is None else "open"
+        return f"'{self._name}': {state}, {self._slo}"
+
     @property
     def name(self) -> str:
+        """The agent's, for traces and reports."""
         return self._name
 
     @property
     def slo(self) -> SLO:
+        """The budgets of the turn."""
         return self._slo
 
     @property
     def closed(self) -> bool:
+        """Whether the turn has ended; it cannot be opened again."""
         return self._closed
 
     @property
@@ -165,11 +175,11 @@ class AsyncTurn:
 
     @property
     def deadline_at_s(self) -> float | None:
-        """When the turn should have ended, on the client's clock; None without an E2E budget."""
+        """When the turn should have ended, in seconds on the client's clock; None without an E2E budget."""
         return self._opened().ledger.deadline_at_s
 
     def remaining_ms(self) -> float | None:
-        """What is left of the E2E budget; negative once it has passed, None without one."""
+        """Milliseconds left of the E2E budget; negative once it has passed, None without one."""
         return self._opened().ledger.remaining_ms()
 
     @property
@@ -194,13 +204,17 @@ class AsyncTurn:
         Args:
             messages: the conversation, or one user's text.
             max_tokens: most tokens for each choice; None for as many as the budgets leave room for.
-            tools: what the model may call, rendered by the chat template.
+            tools: what the model may call, as JSON schemas, rendered by the chat template.
             slo: budgets of this call alone; its E2E counts from the call and never outlasts the turn's.
-            options: see ``GenerateOptions``.
+            options: sampling, stop texts and more; ``paceline.options.GenerateOptions`` explains each.
 
         Raises:
             InvalidValueError: at once, for a value that is not allowed; UnknownOptionError for a name.
-            InfeasibleError, DeadlineExpiredError, GenerationError: with the first chunk or a later one.
+            ClosedError: at once, where the turn is not open.
+            PromptTooLongError: with the first chunk; prompt and cap do not fit the model or its KV cache.
+            InfeasibleError: with the first chunk; no mode fits and the SLO says ``reject``.
+            DeadlineExpiredError: with the first chunk; the SLO is hard and its time has passed.
+            GenerationError: with any chunk; it stalled or failed, and ``partial_text`` has what came.
         """
         desk = self._usable()
         wanted = Wanted(
@@ -224,7 +238,7 @@ class AsyncTurn:
         slo: SLO | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Answer:
-        """The whole answer of a generation. Arguments and errors as ``stream``."""
+        """The whole answer of a generation. Arguments and errors as ``stream``, with the first await."""
         stream = self.stream(messages, max_tokens=max_tokens, tools=tools, slo=slo, **options)
         return await stream.answer()
 
@@ -242,6 +256,18 @@ class AsyncTurn:
 
         Scores are summed over an option's tokens, so of two options where one is the beginning of the
         other, the shorter one always wins: give options that differ from their first words.
+
+        Args:
+            messages: the conversation, or one user's text.
+            options: the texts to choose from, each once. They continue the prompt as they stand.
+            tools: as for ``stream``.
+            slo: budgets of this call alone. Only E2E counts: a choice has no tokens.
+            salt: prefixes are shared only between calls of the same salt.
+            adapter: one that the backend serves.
+
+        Raises:
+            InvalidValueError: no options, an empty one or the same twice, or as ``stream``.
+            InfeasibleError, DeadlineExpiredError, GenerationError, ClosedError: as ``stream``.
         """
         desk = self._usable()
         wanted = Wanted(
@@ -290,7 +316,8 @@ class AsyncTurn:
     ) -> Decision:
         """What ``generate`` would do now, with every mode's prediction; runs nothing.
 
-        Where nothing fits, ``feasible`` is False and ``remedy`` names the cheapest change that would fit.
+        Where nothing fits, ``feasible`` is False and ``remedy`` names the cheapest change that would fit;
+        nothing is raised for it. Arguments as ``stream``.
         """
         wanted = Wanted(
             kind="chat",
@@ -303,14 +330,25 @@ class AsyncTurn:
         return (await decide(self._usable(), wanted)).decision
 
     def tool(self, name: str, *, attributes: Mapping[str, Any] | None = None) -> ToolCall:
-        """Time a tool's run as part of the turn: ``async with turn.tool("lookup"):``, or plain ``with``."""
+        """Time a tool's run as part of the turn: ``with turn.tool("lookup"):``, or ``async with``.
+
+        An error in the block is recorded and goes on to the caller.
+
+        Args:
+            name: of the tool, for traces and reports.
+            attributes: recorded on the tool's span, apart from those named for content (see
+                docs/tracing.md).
+        """
         check_name(name)
         self._usable()
         return ToolCall(self, name, attributes)
 
     def _opened(self) -> Desk:
         if self._desk is None:
-            raise ClosedError("the turn is not open: use `async with client.turn() as turn`")
+            raise ClosedError(
+                "the turn is not open: open it with `async with client.turn() as turn:`, "
+                "or with `with` where the client is a Client"
+            )
         return self._desk
 
     def _usable(self) -> Desk:

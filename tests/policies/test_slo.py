@@ -148,3 +148,14 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
     """No text raises anything but the one error."""
     with contextlib.suppress(InvalidValueError):
         SLO.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("ttft_ms", "200"), ("e2e_ms", True), ("confidence", "0.9"), ("confidence", None), ("hard", "yes")],
+)
+def test_values_of_the_wrong_type_are_refused_by_name(field, value):
+    """A text or a truth value in place of a number names the field, not a line of ours."""
+    with pytest.raises(InvalidValueError) as refused:
+        SLO(**{field: value})
+    assert refused.value.field == field

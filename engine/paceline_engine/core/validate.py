@@ -59,7 +59,7 @@ def check_fits(runner: ModelRunner, *, n_prompt: int, n_more: int, more: str) ->
             observed=f"{n_prompt} tokens and {n_more} for {more}",
             limit=f"at most {limit} tokens together with {more} ({what})",
             remedy=f"shorten the prompt, lower {more}"
-            + (", or give the engine more KV blocks" if capacity < context else ""),
+            + (", or raise kv_tokens" if capacity < context else ""),
         )
 
 

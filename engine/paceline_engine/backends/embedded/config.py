@@ -115,7 +115,9 @@ def _variants(given: object) -> tuple[Variant, ...]:
     try:
         variants = tuple(Variant(item) for item in given)  # type: ignore[attr-defined]  # pyright: ignore
     except (TypeError, ValueError):
-        raise InvalidValueError("variants", observed=given, limit="known variants", remedy=remedy) from None
+        raise InvalidValueError(
+            "variants", observed=given, limit="made of known variants", remedy=remedy
+        ) from None
     if not variants or len(set(variants)) < len(variants):
         raise InvalidValueError(
             "variants", observed=given, limit="at least one, each of them once", remedy=remedy

@@ -123,10 +123,16 @@ def _device(name: str) -> torch.device:
         raise InvalidValueError(
             "device",
             observed=name,
-            limit=f"cpu, or one of {torch.cuda.device_count()} CUDA devices",
-            remedy="use 'auto' to take what is there",
+            limit=f"'auto', 'cpu' or one of the CUDA devices that torch sees here ({_cuda_devices()})",
+            remedy="'auto' takes CUDA where there is one, else the CPU",
         )
     return device
+
+
+def _cuda_devices() -> str:
+    import torch
+
+    return ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count())) or "none"
 
 
 def _fingerprint(digest: str, config: EmbeddedConfig, device: torch.device) -> str:
