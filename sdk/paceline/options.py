@@ -147,7 +147,7 @@ def _grammar(given: Mapping[str, Any], *, ignore_eos: bool) -> tuple[Grammar, Ca
     if isinstance(value, type) and callable(getattr(value, "model_json_schema", None)):
         model = cast("Any", value)
         return Grammar.json_schema(model.model_json_schema()), model.model_validate_json
-    return Grammar.json_schema(value), json.loads
+    return Grammar.json_schema(cast("Mapping[str, Any]", value)), json.loads
 
 
 def check_max_tokens(max_tokens: object) -> int | None:
