@@ -21,6 +21,12 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache folder for all that runs the real model: its weights are converted once, which is slow."""
+    return tmp_path_factory.mktemp("model-cache")
+
+
 def reply(request: object) -> Reply:
     """A choice takes the first option, a schema is that of the README, anything else gets one sentence."""
     if options := getattr(request, "options", None):

@@ -134,16 +134,14 @@ def test_the_example_test_passes():
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["classify", "hard_deadline"])
-def test_an_example_runs_on_the_default_model(name, tmp_path_factory):
-    """From the command line, on the real model, with weights that a first start makes."""
-    # One cache for both: the second start finds what the first one made.
-    cache = tmp_path_factory.getbasetemp() / "examples"
+def test_an_example_runs_on_the_default_model(name, model_cache):
+    """From the command line, on the real model."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_CALIBRATION, str(EXAMPLES / f"{name}.py")],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PACELINE_CACHE": str(cache)},
+        env={**os.environ, "PACELINE_CACHE": str(model_cache)},
         check=False,
     )
     assert done.returncode == 0, done.stderr

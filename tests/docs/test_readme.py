@@ -44,14 +44,14 @@ def test_every_python_block_runs(code, line, name, scripted, collector, monkeypa
 
 
 @pytest.mark.real
-def test_the_first_block_runs_on_the_default_model(monkeypatch, capsys, tmp_path):
+def test_the_first_block_runs_on_the_default_model(monkeypatch, capsys, model_cache):
     """The first code of the README streams an answer of the real model and prints its report."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     code = BLOCK.search(text)[1]  # type: ignore[index]
     assert "paceline.AsyncClient()" in code
     # A guess instead of a calibration, which takes a minute and says nothing more here.
     code = code.replace("paceline.AsyncClient()", 'paceline.AsyncClient(profile="assume")')
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PACELINE_CACHE", str(model_cache))
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     shown = capsys.readouterr().out
     assert "turn 'support'" in shown
