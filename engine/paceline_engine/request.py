@@ -133,6 +133,8 @@ class ScoreRequest:
     options: tuple[str, ...]
     salt: str = ""
     adapter: str | None = None
+    option_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Of each option, where its client has encoded them; else whoever runs the request does."""
 
     def __post_init__(self) -> None:
         if not self.options or any(not option for option in self.options):
@@ -141,4 +143,11 @@ class ScoreRequest:
                 observed=self.options,
                 limit="at least one non-empty text",
                 remedy="give the texts to choose from",
+            )
+        if self.option_token_ids and len(self.option_token_ids) != len(self.options):
+            raise InvalidValueError(
+                "option_token_ids",
+                observed=len(self.option_token_ids),
+                limit=f"one for each of the {len(self.options)} options",
+                remedy="leave it out to have the options encoded",
             )

@@ -98,7 +98,9 @@ class Engine:
 
     def submit_score(self, request: ScoreRequest, plan: Plan, *, submitted_at_s: float) -> None:
         """Queue a scoring. Raises as ``submit`` does."""
-        options = [self._tokenizer.encode(option) for option in request.options]
+        options = list(request.option_token_ids) or [
+            self._tokenizer.encode(option) for option in request.options
+        ]
         validate.check_score(request, plan, options, self._runner)
         self._check_deadline(plan)
         sequence = self._new_sequence(request, plan, submitted_at_s, scored=True)

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import dataclasses
 import importlib
 import os
 import threading
@@ -141,6 +142,12 @@ class EmbeddedBackend:
 
     async def score(self, request: ScoreRequest, plan: Plan) -> ScoreResult:
         """Score options; cancelling the task aborts the scoring. See ``Backend.score``."""
+        check_owner(self._owner_pid)
+        opening = self._begin_tokenizer()
+        await _join(opening, None)
+        tokenizer = _result(opening)
+        encoded = tuple(tuple(tokenizer.encode(option)) for option in request.options)
+        request = dataclasses.replace(request, option_token_ids=encoded)
         pending = PendingCall(
             plan,
             open_call=lambda submitted_at_s: self._open(request, plan, submitted_at_s),

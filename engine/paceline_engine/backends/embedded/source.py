@@ -39,13 +39,15 @@ def open_engine(
     from paceline_engine.core import Engine, EngineConfig
     from paceline_engine.loading import open_checkpoint
     from paceline_engine.loading import open_tokenizer as read_tokenizer
+    from paceline_engine.loading.pieces import piece_tokenizer
     from paceline_engine.model.runner import TorchRunner
 
     torch.set_num_threads(config.threads)
     device = _device(config.device)
     on_progress(Progress(stage="load", done=0.1, message=f"opening {config.model}"))
     checkpoint = open_checkpoint(config.model, on_progress)
-    tokenizer = read_tokenizer(config.model)
+    # The client encodes; here only tokens become text, which needs no whole tokenizer.
+    tokenizer = piece_tokenizer(checkpoint.digest, lambda: read_tokenizer(config.model))
     runner = TorchRunner.load(
         checkpoint,
         variants=config.variants,
