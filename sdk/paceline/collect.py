@@ -53,8 +53,16 @@ class Collector:
             choice.logprobs.extend(chunk.logprobs)
         if chunk.finish is not None:
             choice.finish = _delivered(chunk.finish, choice.taken, now)
-            return replace(chunk, delivered_at_s=now, finish=choice.finish)
-        return replace(chunk, delivered_at_s=now)
+        # Built plainly, as below: this runs for every token.
+        return Chunk(
+            text=chunk.text,
+            made_at_s=chunk.made_at_s,
+            token_ids=chunk.token_ids,
+            index=chunk.index,
+            logprobs=chunk.logprobs,
+            finish=None if chunk.finish is None else choice.finish,
+            delivered_at_s=now,
+        )
 
     @property
     def complete(self) -> bool:
@@ -148,6 +156,6 @@ def _delivered(finish: Finish, taken: Sequence[TokenTime], now: float) -> Finish
         while place < len(taken) and taken[place].made_at_s < token.made_at_s:
             place += 1
         delivered = taken[place].delivered_at_s if place < len(taken) else now
-        # Built plainly: replace() takes several times as long, and this runs for every token.
+        # Built plainly: replace() takes several times as long.
         tokens.append(TokenTime(made_at_s=token.made_at_s, n_tokens=token.n_tokens, delivered_at_s=delivered))
     return replace(finish, timeline=replace(finish.timeline, tokens=tuple(tokens)))
