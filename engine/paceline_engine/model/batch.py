@@ -9,8 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline_engine.cuda.attention import UnequalPlan, UniformPlan, upload
 from paceline_engine.kernels import AttentionMeta
 from paceline_engine.model.base import Logits, SequenceSlice
+from paceline_engine.model.ops import AttentionPlan
+from paceline_engine.model.spec import LayerKind, ModelSpec
+
+_FLASH_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,12 +28,20 @@ class PackedBatch:
     """int64 [T]"""
     slots: Tensor
     """int64 [T]: where each token's KV goes, ``block * block_size + offset``."""
-    meta: AttentionMeta
+    meta: AttentionMeta | AttentionPlan
     logit_rows: Tensor | None
     """int64 [R]: the tokens whose logits are asked for; None where all are."""
 
     @classmethod
-    def pack(cls, slices: Sequence[SequenceSlice], *, block_size: int, device: torch.device) -> PackedBatch:
+    def pack(
+        cls,
+        slices: Sequence[SequenceSlice],
+        *,
+        block_size: int,
+        device: torch.device,
+        attention: PlannedAttention | None = None,
+    ) -> PackedBatch:
+        """Lay the slices out; ``attention`` is given where it is planned and not run by the CPU's kernel."""
         lengths = np.array([len(item.token_ids) for item in slices], dtype=np.int64)
         assert len(slices) > 0
         assert lengths.min() > 0, "a slice without tokens"
@@ -42,21 +55,72 @@ class PackedBatch:
         tables = _block_tables(slices, block_size)
         slots = tables[sequence, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
-
-        def put(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
+        meta: AttentionMeta | AttentionPlan
+        if attention is not None:
+            meta = attention.plan(starts, firsts, tables, block_size=block_size, device=device)
+        else:
+            meta = AttentionMeta(
+                query_starts=upload(starts.astype(np.int32), device),
+                positions=upload(firsts.astype(np.int32), device),
+                block_tables=upload(tables, device),
+            )
         rows = _logit_rows(slices, starts)
+        token_ids = np.concatenate([np.asarray(item.token_ids, dtype=np.int64) for item in slices])
         return cls(
-            token_ids=put(np.concatenate([np.asarray(item.token_ids, dtype=np.int64) for item in slices])),
-            positions=put(positions),
-            slots=put(slots),
-            meta=AttentionMeta(
-                query_starts=put(starts.astype(np.int32)),
-                positions=put(firsts.astype(np.int32)),
-                block_tables=put(tables),
-            ),
-            logit_rows=None if len(rows) == n_tokens else put(rows),
+            token_ids=upload(token_ids, device),
+            positions=upload(positions, device),
+            slots=upload(slots, device),
+            meta=meta,
+            logit_rows=None if len(rows) == n_tokens else upload(rows, device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAttention:
+    """How passes are planned where attention is not the CPU's kernel."""
+
+    windows: frozenset[int | None]
+    """Those of the model's layers."""
+    flash: bool
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, flash: bool) -> PlannedAttention:
+        kinds = set(spec.layer_kinds or (LayerKind.FULL,))
+        windows = {spec.sliding_window if kind is LayerKind.SLIDING else None for kind in kinds}
+        # Flash attention's own limits.
+        fits = spec.head_dim % 8 == 0 and spec.head_dim <= _FLASH_HEAD_DIM
+        return cls(windows=frozenset(windows), flash=flash and fits)
+
+    def plan(
+        self,
+        starts: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+        positions: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+        tables: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
+        *,
+        block_size: int,
+        device: torch.device,
+    ) -> AttentionPlan:
+        return UnequalPlan.build(
+            query_starts=starts.tolist(),
+            positions=positions.tolist(),
+            block_tables=tables,
+            windows=self.windows,
+            block_size=block_size,
+            flash=self.flash,
+            device=device,
+        )
+
+    def plan_uniform(
+        self, block_tables: Tensor, positions: Tensor, *, block_size: int, n_rows: int = 1
+    ) -> AttentionPlan:
+        """For as many new tokens in each sequence; block_tables int64 [S, n], positions int64 [S]."""
+        return UniformPlan.build(
+            block_tables,
+            positions,
+            n_rows=n_rows,
+            windows=self.windows,
+            block_size=block_size,
+            flash=self.flash,
         )
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from paceline_engine.backends.base import OnProgress, Progress
+from paceline_engine.cuda.support import Support
 from paceline_engine.loading.base import Checkpoint
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import SequenceSlice
-from paceline_engine.model.batch import PackedBatch
+from paceline_engine.model.batch import PackedBatch, PlannedAttention
 from paceline_engine.model.decoder import Decoder
 from paceline_engine.model.kv import PagedKV
 from paceline_engine.model.spec import ModelSpec
@@ -29,13 +30,21 @@ class TorchRunner:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, variants: Sequence[Variant], kv: PagedKV, store: WeightStore
+        self,
+        checkpoint: Checkpoint,
+        *,
+        variants: Sequence[Variant],
+        kv: PagedKV,
+        store: WeightStore,
+        support: Support | None = None,
     ) -> None:
         self._spec = checkpoint.spec
         self._variants = tuple(variants)
         self._kv = kv
         self._device = kv.keys.device
         self._store = store
+        self._support = support
+        self._attention = None if support is None else PlannedAttention.of(self._spec, flash=support.flash)
         self._decoder = Decoder(self._spec, device=self._device)
         self._vectors = {name: tensor.to(self._device) for name, tensor in store.vectors().items()}
         self._weights: dict[Variant, DecoderWeights] = {}
@@ -54,6 +63,7 @@ class TorchRunner:
         on_progress: OnProgress | None = None,
         cache_dir: Path | None = None,
         lazy: bool = False,
+        support: Support | None = None,
     ) -> Self:
         """Open a checkpoint's variants.
 
@@ -64,6 +74,8 @@ class TorchRunner:
                 does not have.
             cache_dir: where converted weights are kept; None for the user's cache folder.
             lazy: convert or map a variant when it is first used, not now.
+            support: what a GPU multiplies and attends with; None for what is found by trying it, and on a
+                CPU for the kernels.
 
         Raises:
             ModelError: the checkpoint's weights are damaged, absent or not supported.
@@ -76,7 +88,9 @@ class TorchRunner:
             checkpoint.spec, n_blocks=n_blocks, block_size=block_size, dtype=kv_dtype, device=where
         )
         store = WeightStore(checkpoint, directory=cache_dir)
-        runner = cls(checkpoint, variants=variants, kv=kv, store=store)
+        if support is None and where.type != "cpu":
+            support = Support.probe(where)
+        runner = cls(checkpoint, variants=variants, kv=kv, store=store, support=support)
         if not lazy:
             runner._load_all(on_progress if on_progress is not None else lambda _: None)
         return runner
@@ -110,7 +124,9 @@ class TorchRunner:
         assert variant in self._variants, f"{variant} is not among the runner's variants"
         weights = self._weights_of(variant)
         with torch.inference_mode():
-            batch = PackedBatch.pack(slices, block_size=self.block_size, device=self._device)
+            batch = PackedBatch.pack(
+                slices, block_size=self.block_size, device=self._device, attention=self._attention
+            )
             return self._decoder.forward(batch, weights, self._kv)
 
     def copy_block(self, source: int, target: int) -> None:
@@ -146,6 +162,7 @@ class TorchRunner:
             vectors=self._vectors,
             embedding=self._embedding_of(variant),
             device=self._device,
+            support=self._support,
         )
 
     def _embedding_of(self, variant: Variant) -> Matrix | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline_engine.cuda.support import Support, place
 from paceline_engine.mode import Variant
 from paceline_engine.model.spec import ModelSpec
 from paceline_engine.quant import layout
@@ -74,9 +75,17 @@ class DecoderWeights:
         vectors: Mapping[str, Tensor],
         embedding: Matrix | None,
         device: torch.device,
+        support: Support | None = None,
     ) -> DecoderWeights:
-        """Order the parts of ``quant.layout`` by layer; ``embedding`` is None where it is tied."""
+        """Order the parts of ``quant.layout`` by layer.
+
+        Args:
+            embedding: None where it is tied.
+            support: what the device multiplies well; None for the CPU's kernels.
+        """
         placed = {name: to_device(matrix, variant, device) for name, matrix in matrices.items()}
+        if support is not None:
+            placed = {name: place(matrix, support) for name, matrix in placed.items()}
 
         def layer(index: int) -> LayerWeights:
             def vector(name: str) -> Tensor | None:

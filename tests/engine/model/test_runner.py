@@ -11,7 +11,6 @@ import torch
 from paceline_engine.backends.base import Progress
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import Logits
-from paceline_engine.model.ops import gathered_attention
 
 # Largest error of a logit over the spread of the logits, for three to seven layers of random weights: a
 # random network amplifies rounding more than a trained one.
@@ -137,21 +136,3 @@ def test_rows_do_not_depend_on_their_neighbours(variant: Variant, lab: Any, tmp_
     pieces = [owners[index].piece(loud, 0) for index in range(1, 4)]
     beside = runner.forward([pieces[0], owners[0].piece(quiet, 0), *pieces[1:]], variant)
     torch.testing.assert_close(beside[21:28], alone, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("window", [None, 1, 5, 8])
-def test_gathered_attention_equals_the_kernel(window: int | None, lab: Any) -> None:
-    """What other devices run gives what the CPU's kernel gives, for packed sequences and windows."""
-    from paceline_engine.kernels import AttentionMeta, paged_attention
-
-    generator = torch.Generator().manual_seed(3)
-    q = torch.randn((12, 6, 8), generator=generator)
-    k_cache, v_cache = (torch.randn((32, 4, 2, 8), generator=generator) for _ in range(2))
-    meta = AttentionMeta(
-        query_starts=torch.tensor([0, 1, 9, 12], dtype=torch.int32),
-        positions=torch.tensor([17, 0, 30], dtype=torch.int32),
-        block_tables=torch.randperm(32, generator=generator)[:27].view(3, 9).int().contiguous(),
-    )
-    expected = paged_attention(q, k_cache, v_cache, meta, scale=0.3, window=window)
-    found = gathered_attention(q, k_cache, v_cache, meta, scale=0.3, window=window)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
