@@ -18,7 +18,7 @@ from paceline_engine.schedule.base import StepPolicy
 if TYPE_CHECKING:
     import torch
 
-_WARM_TOKENS = 16
+_WARM_TOKENS = 4
 
 
 def open_engine(

@@ -63,7 +63,6 @@ def main() -> None:
         emit(StartFailed(error=start_error(error, launch.config.model)))
         os._exit(1)
     # What loading made lives as long as the process: keep collections between steps short.
-    gc.collect()
     gc.freeze()
     commands.attach(loop)
     emit(Ready(info=info))
