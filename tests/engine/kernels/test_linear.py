@@ -35,7 +35,7 @@ def close(result, reference):
 def test_native_equals_fallback(native, rand, name, n, k):
     """Any N, K and M give the fallback's values within rounding."""
     w = PACK[name](rand(n, k))
-    for m in (1, 2, 3, 4, 5, 7, 16, 47, 48, 49, 70):
+    for m in (1, 2, 3, 4, 5, 6, 7, 9, 16, 47, 48, 49, 70):
         x = rand(m, k)
         close(getattr(native, name)(x, w), getattr(fallback, name)(x, w))
 
@@ -55,7 +55,7 @@ def test_a_row_is_the_same_bits_in_every_batch(native, rand, name):
     """A row alone gives the same bits as among 1 to 70 others, wherever it stands."""
     w, x = PACK[name](rand(37, 331)), rand(70, 331)
     alone = torch.cat([getattr(native, name)(row[None], w) for row in x])
-    for m in (2, 3, 4, 5, 8, 16, 17, 48, 49, 70):
+    for m in (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 48, 49, 70):
         assert torch.equal(getattr(native, name)(x[:m], w), alone[:m])
     assert torch.equal(getattr(native, name)(x.flip(0), w), alone.flip(0))
 

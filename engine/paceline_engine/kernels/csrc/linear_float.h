@@ -9,12 +9,26 @@
 namespace {
 
 constexpr int MR = 3, NR = 4;      // rows of x and of w in a tile: 12 sums in 16 registers
+constexpr int MR_WIDE = 6;         // rows of x in a tile with half as many rows of w
+constexpr int64_t AHEAD = 4096;    // bytes that are asked from memory before they are needed, at least
+constexpr int64_t LINE = 64;
 constexpr int M_BLOCK = 48;        // rows of x that stay in the second-level cache
 constexpr int64_t SMALL = 1 << 15; // products below which a second thread costs more than it gives
 
 // Tiles that a thread takes at a time: few enough that a thread whose core is busy elsewhere is not waited
 // for long, and enough that each runs through its own stretch of memory.
 PK_INLINE int64_t share_of(int64_t n_tiles, int n_threads) { return max_of(4, n_tiles / (16 * n_threads)); }
+
+// From a byte of a tile's rows to the one that is read as many tiles later as lie AHEAD: a row by itself is
+// too short for the processor to see where the next reads will be.
+PK_INLINE int64_t ahead_of(int64_t row_bytes) {
+  return round_up(AHEAD, max_of(1, NR * row_bytes));
+}
+
+// Once for each line of memory that a loop over elements of size `size` at p + k comes to.
+PK_INLINE void fetch_ahead(const void* p, int64_t k, int64_t size, int64_t ahead) {
+  if (k * size % LINE == 0) __builtin_prefetch((const char*)p + k * size + ahead);
+}
 
 struct F32 {
   typedef float T;
@@ -46,17 +60,21 @@ struct Fp8 {
   static PK_INLINE vf widen_part(const T* p, int n) { return decode(load_part<vu8>(p, n)); }
 };
 
-template <int M, int N, class W>
+// FROM_MEMORY: w is read for the first time, so what comes after it is asked for in time.
+template <int M, int N, class W, bool FROM_MEMORY>
 PK_INLINE void dot_tile(const float* const* x, const typename W::T* const* w, int64_t k_size, float (*out)[NR]) {
+  const int64_t size = sizeof(typename W::T), ahead = ahead_of(k_size * size);
   vf sums[M][N] = {};
   int64_t k = 0;
   for (; k + L <= k_size; k += L) {
-    vf a[M];
-    for (int i = 0; i < M; i++) a[i] = load<vf>(x[i] + k);
+    vf b[N];
     for (int j = 0; j < N; j++) {
-      if (M == 1) __builtin_prefetch((const char*)(w[j] + k) + 768);
-      const vf b = W::widen(w[j] + k);
-      for (int i = 0; i < M; i++) sums[i][j] += a[i] * b;
+      if (FROM_MEMORY) fetch_ahead(w[j], k, size, ahead);
+      b[j] = W::widen(w[j] + k);
+    }
+    for (int i = 0; i < M; i++) {
+      const vf a = load<vf>(x[i] + k);
+      for (int j = 0; j < N; j++) sums[i][j] += a * b[j];
     }
   }
   if (const int rest = (int)(k_size - k)) {
@@ -71,8 +89,12 @@ PK_INLINE void dot_tile(const float* const* x, const typename W::T* const* w, in
 
 template <class W>
 PK_INLINE void widen_row(const typename W::T* from, int64_t n, float* to) {
+  const int64_t size = sizeof(typename W::T), ahead = ahead_of(n * size);
   int64_t k = 0;
-  for (; k + L <= n; k += L) store(to + k, W::widen(from + k));
+  for (; k + L <= n; k += L) {
+    fetch_ahead(from, k, size, ahead);
+    store(to + k, W::widen(from + k));
+  }
   if (k < n) {
     const vf rest = W::widen_part(from + k, (int)(n - k));
     memcpy(to + k, &rest, (n - k) * sizeof(float));
@@ -80,25 +102,40 @@ PK_INLINE void widen_row(const typename W::T* from, int64_t n, float* to) {
 }
 
 // out[i][j] = x[i] . w[j] for m rows of x and NR rows of w.
-template <class W>
+template <class W, bool FROM_MEMORY>
 PK_INLINE void dot_rows(const float* const* x, int m, const typename W::T* const* w, int64_t k_size, float (*out)[NR]) {
   int i = 0;
-  for (; i + MR <= m; i += MR) dot_tile<MR, NR, W>(x + i, w, k_size, out + i);
-  if (m - i == 2) dot_tile<2, NR, W>(x + i, w, k_size, out + i);
-  if (m - i == 1) dot_tile<1, NR, W>(x + i, w, k_size, out + i);
+  for (; i + MR <= m; i += MR) dot_tile<MR, NR, W, FROM_MEMORY>(x + i, w, k_size, out + i);
+  if (m - i == 2) dot_tile<2, NR, W, FROM_MEMORY>(x + i, w, k_size, out + i);
+  if (m - i == 1) dot_tile<1, NR, W, FROM_MEMORY>(x + i, w, k_size, out + i);
+}
+
+// The same for M rows of x, between MR and MR_WIDE: each row of w is widened once, and never stored.
+template <int M, class W>
+PK_INLINE void dot_wide(const float* const* x, const typename W::T* const* w, int64_t k_size, float (*out)[NR]) {
+  for (int j = 0; j < NR; j += 2) {
+    float part[M][NR];
+    dot_tile<M, 2, W, true>(x, w + j, k_size, part);
+    for (int i = 0; i < M; i++) memcpy(out[i] + j, part[i], 2 * sizeof(float));
+  }
 }
 
 // As dot_rows, with the rows of w widened once where several tiles share them. buffer: [NR * k_size].
 template <class W>
 PK_INLINE void dot_block(const float* const* x, int m, const typename W::T* const* w, int64_t k_size, float* buffer,
                          float (*out)[NR]) {
-  if (m <= MR) return dot_rows<W>(x, m, w, k_size, out);
+  switch (m) {
+    case 4: return dot_wide<4, W>(x, w, k_size, out);
+    case 5: return dot_wide<5, W>(x, w, k_size, out);
+    case MR_WIDE: return dot_wide<MR_WIDE, W>(x, w, k_size, out);
+  }
+  if (m <= MR) return dot_rows<W, true>(x, m, w, k_size, out);
   const float* wide[NR];
   for (int j = 0; j < NR; j++) {
     widen_row<W>(w[j], k_size, buffer + j * k_size);
     wide[j] = buffer + j * k_size;
   }
-  dot_rows<F32>(x, m, wide, k_size, out);
+  dot_rows<F32, false>(x, m, wide, k_size, out);
 }
 
 // x: [m_size, k_size], w: [n_size, k_size], out: [m_size, n_size]; scale: [n_size] or null.

@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int GROUP = 32;  // 4-bit weights that share a scale and a minimum
+constexpr int UNPACK_EACH_TIME = 6;  // rows of x up to which unpacking again costs less than storing
 
 // One row to codes within ±limit, padded with zeros to padded_k; returns the scale (0 for a row that is all
 // but zero, NaN for one that holds NaN or infinity).
@@ -54,17 +55,18 @@ struct Int16 {
   static PK_INLINE vh widen_part(const T* p, int n) { return load_part<vh>(p, n); }
 };
 
-// Rows of x are padded to whole vectors; rows of w are not.
-template <int M, class W>
+// Rows of x are padded to whole vectors; rows of w are not. FROM_MEMORY as for dot_tile.
+template <int M, class W, bool FROM_MEMORY>
 PK_INLINE void dot_tile_int(const int16_t* x, int64_t stride, const typename W::T* const* w, int64_t k_size,
                             int32_t (*out)[NR]) {
+  const int64_t size = sizeof(typename W::T), ahead = ahead_of(k_size * size);
   vi sums[M][NR] = {};
   int64_t k = 0;
   for (; k + LH <= k_size; k += LH) {
     vh a[M];
     for (int i = 0; i < M; i++) a[i] = load<vh>(x + i * stride + k);
     for (int j = 0; j < NR; j++) {
-      if (M == 1) __builtin_prefetch((const char*)(w[j] + k) + 768);
+      if (FROM_MEMORY) fetch_ahead(w[j], k, size, ahead);
       const vh b = W::widen(w[j] + k);
       for (int i = 0; i < M; i++) sums[i][j] = dot2(sums[i][j], a[i], b);
     }
@@ -79,13 +81,13 @@ PK_INLINE void dot_tile_int(const int16_t* x, int64_t stride, const typename W::
     for (int j = 0; j < NR; j++) out[i][j] = hsum(sums[i][j]);
 }
 
-template <class W>
+template <class W, bool FROM_MEMORY>
 PK_INLINE void dot_rows_int(const int16_t* x, int m, int64_t stride, const typename W::T* const* w, int64_t k_size,
                             int32_t (*out)[NR]) {
   int i = 0;
-  for (; i + MR <= m; i += MR) dot_tile_int<MR, W>(x + i * stride, stride, w, k_size, out + i);
-  if (m - i == 2) dot_tile_int<2, W>(x + i * stride, stride, w, k_size, out + i);
-  if (m - i == 1) dot_tile_int<1, W>(x + i * stride, stride, w, k_size, out + i);
+  for (; i + MR <= m; i += MR) dot_tile_int<MR, W, FROM_MEMORY>(x + i * stride, stride, w, k_size, out + i);
+  if (m - i == 2) dot_tile_int<2, W, FROM_MEMORY>(x + i * stride, stride, w, k_size, out + i);
+  if (m - i == 1) dot_tile_int<1, W, FROM_MEMORY>(x + i * stride, stride, w, k_size, out + i);
 }
 
 // Quantize all rows of x. codes: [m_size, padded_k], scales: [m_size].
@@ -96,11 +98,9 @@ inline void quantize_rows(const float* x, int64_t m_size, int64_t k_size, int64_
     scales[m] = quantize_row(x + m * k_size, k_size, padded_k, limit, codes + m * padded_k);
 }
 
-inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 void linear_int8(const float* x, const int8_t* w, const float* w_scale, float* out, int64_t m_size, int64_t n_size,
                  int64_t k_size, int limit, int n_threads) {
-  const int64_t padded_k = round_up(k_size, LH);
+  const int64_t padded_k = round_up(k_size, LH), ahead = ahead_of(k_size);
   const int64_t n_tiles = (n_size + NR - 1) / NR, share = share_of(n_tiles, n_threads);
   Scratch<int16_t> codes(m_size * padded_k);
   Scratch<float> scales(m_size);
@@ -118,18 +118,19 @@ void linear_int8(const float* x, const int8_t* w, const float* w_scale, float* o
         const int8_t* weights[NR];
         for (int j = 0; j < NR; j++) weights[j] = w + min_of(n0 + j, n_size - 1) * k_size;
         if (m <= MR) {
-          dot_rows_int<Int8>(rows, m, padded_k, weights, k_size, dots);
+          dot_rows_int<Int8, true>(rows, m, padded_k, weights, k_size, dots);
         } else {
           const int16_t* wide[NR];
           for (int j = 0; j < NR; j++) {
             wide[j] = buffer.data + j * padded_k;
             for (int64_t k = 0; k < k_size; k += LH) {
+              fetch_ahead(weights[j], k, 1, ahead);
               const int n = (int)min_of(LH, k_size - k);
               store(buffer.data + j * padded_k + k,
                     n == LH ? Int8::widen(weights[j] + k) : Int8::widen_part(weights[j] + k, n));
             }
           }
-          dot_rows_int<Int16>(rows, m, padded_k, wide, padded_k, dots);
+          dot_rows_int<Int16, false>(rows, m, padded_k, wide, padded_k, dots);
         }
         for (int i = 0; i < m; i++)
           for (int64_t n = n0; n < min_of(n0 + NR, n_size); n++)
@@ -167,10 +168,12 @@ struct Int4View {
   const uint16_t* scale;    // bf16 [n_size, n_groups]
   const uint16_t* minimum;  // bf16 [n_size, n_groups]
   int64_t n_groups, padded_groups;  // padded to whole vectors
+  int64_t codes_ahead, groups_ahead;  // in bytes, as of ahead_of
 };
 
 // One row's bf16 scales or minimums; what lies between n_groups and padded_groups is left as it is.
 PK_INLINE void widen_groups(const Int4View& w, const uint16_t* from, float* to) {
+  __builtin_prefetch((const char*)from + w.groups_ahead);
   int64_t g = 0;
   for (; g + L <= w.n_groups; g += L) store(to + g, Bf16::widen(from + g));
   for (; g < w.n_groups; g++) {
@@ -223,9 +226,9 @@ PK_INLINE void dot_rows_int4(const int16_t* x, int m, const float* group_sums, c
 
 void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale, const uint16_t* w_minimum,
                  float* out, int64_t m_size, int64_t n_size, int64_t k_size, int n_threads) {
-  const Int4View w = {w_codes, w_scale, w_minimum, (k_size + GROUP - 1) / GROUP,
-                      round_up((k_size + GROUP - 1) / GROUP, L)};
-  const int64_t n_groups = w.n_groups, padded_k = n_groups * GROUP;
+  const int64_t n_groups = (k_size + GROUP - 1) / GROUP, ahead = ahead_of(n_groups * (GROUP / 2));
+  const Int4View w = {w_codes, w_scale, w_minimum, n_groups, round_up(n_groups, L), ahead, ahead / 8};
+  const int64_t padded_k = n_groups * GROUP;
   const int64_t n_tiles = (n_size + NR - 1) / NR, share = share_of(n_tiles, n_threads);
   Scratch<int16_t> codes(m_size * padded_k);
   Scratch<float> scales(m_size), group_sums(m_size * w.padded_groups);
@@ -256,9 +259,11 @@ void linear_int4(const float* x, const uint8_t* w_codes, const uint16_t* w_scale
           widen_groups(w, w.minimum + rows[j] * n_groups, row_minimums.data + j * w.padded_groups);
         }
         const auto packed = [&](int j, int64_t g, vh* to) PK_INLINE_LAMBDA {
-          unpack_group(w.codes + (rows[j] * n_groups + g) * (GROUP / 2), to);
+          const uint8_t* row = w.codes + rows[j] * n_groups * (GROUP / 2);
+          fetch_ahead(row, g, GROUP / 2, w.codes_ahead);
+          unpack_group(row + g * (GROUP / 2), to);
         };
-        if (m <= 2) {
+        if (m <= UNPACK_EACH_TIME) {
           dot_rows_int4(x_rows, m, x_sums, row_scales.data, row_minimums.data, w, packed, dots);
         } else {
           vh* wide = buffer.data;

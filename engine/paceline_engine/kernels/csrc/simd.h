@@ -176,6 +176,7 @@ PK_INLINE float exp_approx(float x) { return exp_approx(splat(x))[0]; }
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // Scratch memory, freed with its scope; 64-byte aligned.
 template <class T>
