@@ -18,6 +18,8 @@ class EngineConfig:
     """Most sequences that hold KV blocks and run at once."""
     max_steps_recorded: int = 512
     """Steps kept in one timeline: the first half and the latest half of a longer run."""
+    adapt_drafts: bool = True
+    """Draft as many tokens as pay, by measured acceptance and cost; else as many as a plan allows."""
     model_fingerprint: str = ""
     """Part of every prefix cache key."""
 
@@ -25,7 +27,7 @@ class EngineConfig:
         for item in fields(self):
             value = getattr(self, item.name)
             least = 2 if item.name == "max_steps_recorded" else 1
-            if isinstance(value, int) and value < least:
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise InvalidValueError(
                     item.name,
                     observed=value,

@@ -15,6 +15,7 @@ from paceline_engine.cache.blocks import BlockPool
 from paceline_engine.cache.prefix import CacheScope
 from paceline_engine.core import validate
 from paceline_engine.core.base import EngineConfig, StepOutput
+from paceline_engine.core.drafting import DraftedStep, draft_step
 from paceline_engine.core.generation import Generation
 from paceline_engine.core.ledger import Ledger
 from paceline_engine.core.passes import PassResult, run_pass
@@ -31,6 +32,8 @@ from paceline_engine.schedule.default import EarliestFirst
 from paceline_engine.schedule.scheduler import Pass, Scheduler
 from paceline_engine.schedule.sequence import SequenceState
 from paceline_engine.snapshot import Snapshot
+from paceline_engine.speculate.speculator import Speculator
+from paceline_engine.speculate.vocabulary import common_ids
 
 
 class Engine:
@@ -64,6 +67,12 @@ class Engine:
         self._ledger = Ledger(self._scheduler, runner.copy_block, self._config.max_steps_recorded)
         self._eos_ids = frozenset((*tokenizer.eos_token_ids, *runner.spec.eos_token_ids))
         self._grammars = GrammarCompiler(tokenizer, vocab_size=runner.spec.vocab_size, end_ids=self._eos_ids)
+        self._speculator = Speculator(
+            runner,
+            common_ids(tokenizer, runner.spec.vocab_size, also=self._eos_ids),
+            clock=clock,
+            adapt=self._config.adapt_drafts,
+        )
         self._n_arrived = 0
 
     @property
@@ -155,9 +164,9 @@ class Engine:
         A failing pass ends its own requests with ``BackendError``, in the output. What is raised is a fault
         of the engine or of its step policy, after which it must not be used.
         """
-        passes = self._schedule()
-        results = [self._run(part) for part in passes]
-        return self._commit(results)
+        drafted = self._draft(self._schedule())
+        results = [self._run(part) for part in drafted.passes]
+        return self._commit(drafted, results)
 
     def _schedule(self) -> tuple[Pass, ...]:
         with self._lock:
@@ -165,12 +174,17 @@ class Engine:
             self._ledger.end_overdue(now_s)
             return self._scheduler.schedule(now_s)
 
+    def _draft(self, passes: tuple[Pass, ...]) -> DraftedStep:
+        return draft_step(passes, self._ledger.requests, self._speculator)
+
     def _run(self, part: Pass) -> PassResult:
         return run_pass(part, self._runner, self._ledger.requests, self._clock)
 
-    def _commit(self, results: Sequence[PassResult]) -> StepOutput:
+    def _commit(self, drafted: DraftedStep, results: Sequence[PassResult]) -> StepOutput:
+        self._learn(drafted, results)
         with self._lock:
             self._scheduler.land()
+            self._ledger.commit_drafts(drafted, self._clock())
             for result in results:
                 self._ledger.commit(result)
             return self._ledger.emit()
@@ -181,6 +195,18 @@ class Engine:
         validate.check_grammar_fits(compiled, plan)
         self._check_deadline(plan)  # compiling takes time
         return compiled
+
+    def _learn(self, drafted: DraftedStep, results: Sequence[PassResult]) -> None:
+        for result in results:
+            if result.error is None:
+                self._speculator.observe(result.step)
+        draws = {
+            id(draw.choice): draw for result in results for part in result.results for draw in part.draws
+        }
+        for draft in drafted.drafts:
+            if (draw := draws.get(id(draft.choice))) is not None and draft.choice.drafts is not None:
+                n_accepted = draw.n_accepted(draft.proposal.token_ids)
+                self._speculator.learn(draft.choice.drafts, draft.proposal, n_accepted)
 
     def _check_deadline(self, plan: Plan) -> None:
         if (error := validate.deadline_error(plan, self._clock())) is not None:

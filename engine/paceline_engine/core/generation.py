@@ -16,6 +16,7 @@ from paceline_engine.sampling.draw import RandomStream
 from paceline_engine.sampling.rules import DrawRule
 from paceline_engine.sampling.sampler import Drawn
 from paceline_engine.schedule.sequence import SequenceState
+from paceline_engine.speculate.stream import DraftStream
 from paceline_engine.timeline import Timeline, TimelineEvent, TokenTime
 
 _RECENT_CHUNKS = 8
@@ -42,15 +43,25 @@ class Choice:
         self.output = output
         self._constraint = constraint
         self._landed = False
+        self.drafts: DraftStream | None = None
+        """What the drafters know of it, from its first drafts on."""
         self._token_times: list[TokenTime] = []
 
     @property
     def ended(self) -> bool:
         return self.output.ending is not None
 
-    def accept(self, drawn: Sequence[Drawn], *, made_at_s: float) -> Chunk:
-        """Take newly drawn tokens: into the output, the sequence and the timeline."""
+    def accept(
+        self, drawn: Sequence[Drawn], *, made_at_s: float, n_drafted: int = 0, n_accepted: int = 0
+    ) -> Chunk:
+        """Take newly drawn tokens: into the output, the sequence and the timeline.
+
+        Args:
+            n_drafted: drafts that were verified; ``n_accepted`` of them are the first of ``drawn``.
+        """
         piece = self.output.accept(drawn)
+        self.sequence.drafted_tokens += n_drafted
+        self.sequence.accepted_tokens += min(n_accepted, len(piece.token_ids))
         self.sequence.token_ids.extend(piece.token_ids)
         self._token_times.append(TokenTime(made_at_s=made_at_s, n_tokens=len(piece.token_ids)))
         if self.sequence.first_token_at_s is None:
@@ -192,4 +203,6 @@ def timeline_of(
         events=tuple(sequence.events),
         prompt_tokens=sequence.n_prompt if prompt_tokens is None else prompt_tokens,
         cached_tokens=sequence.cached_tokens or 0,
+        drafted_tokens=sequence.drafted_tokens,
+        accepted_tokens=sequence.accepted_tokens,
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from paceline_engine.chunk import Chunk, FinishReason, ScoreResult
 from paceline_engine.core import validate
 from paceline_engine.core.base import StepOutput
+from paceline_engine.core.drafting import DraftedStep
 from paceline_engine.core.generation import Generation
 from paceline_engine.core.passes import PassResult, WorkResult, failed_scores
 from paceline_engine.core.scoring import Scoring
 from paceline_engine.errors import BackendError, PacelineError
-from paceline_engine.sampling.sampler import Undrawable
 from paceline_engine.schedule.scheduler import CopyBlock, Scheduler
 from paceline_engine.schedule.sequence import SequenceState
+from paceline_engine.timeline import TimelineEvent
 
 
 class Ledger:
@@ -64,12 +65,30 @@ class Ledger:
             sequence = part.work.sequence
             if sequence.removed:
                 continue
-            self._scheduler.commit(sequence, len(part.work.token_ids), result.ran.variant)
             job = self.requests[sequence.key.request_id]
+            if part.work.n_drafts:
+                assert isinstance(job, Generation)
+                self._commit_verified(job, part, result)
+                continue
+            self._scheduler.commit(sequence, len(part.work.token_ids), result.ran.variant)
             if isinstance(job, Scoring):
                 self._commit_scores(job, part, result.step.ended_at_s)
             elif part.draws:
                 self._commit_draws(job, part, result.step.ended_at_s)
+
+    def commit_drafts(self, drafted: DraftedStep, at_s: float) -> None:
+        """Put down what drafting took, before the step that verified the drafts."""
+        for step, sequences in drafted.steps:
+            for sequence in sequences:
+                sequence.record_step(step, most=self._max_steps_recorded)
+        for sequence, error in drafted.failures:
+            sequence.events.append(
+                TimelineEvent(
+                    at_s=at_s,
+                    name="drafting_failed",
+                    attributes={"error": f"{type(error).__name__}: {error}"},
+                )
+            )
 
     def emit(self) -> StepOutput:
         """All that was gathered since the last time."""
@@ -81,26 +100,15 @@ class Ledger:
 
     def _commit_draws(self, job: Generation, part: WorkResult, at_s: float) -> None:
         parent = part.work.sequence
-        for draw in part.draws:
-            if isinstance(draw.drawn, Undrawable):
-                phase = "decode" if draw.choice.output.token_ids else "prefill"
-                self._fail(
-                    job,
-                    BackendError(
-                        f"no token can be drawn: {draw.drawn.reason}",
-                        partial_text=draw.choice.output.text,
-                        phase=phase,
-                    ),
-                )
-                return
+        if self._failed_draw(job, part):
+            return
         children: list[SequenceState] = []
         for draw in part.draws:
-            assert not isinstance(draw.drawn, Undrawable)
             choice = draw.choice
             if choice.index != parent.key.index:  # the prompt is done: the choice goes its own way
                 choice.sequence = parent.fork(choice.index, [])
                 children.append(choice.sequence)
-            chunk = choice.accept([draw.drawn], made_at_s=at_s)
+            chunk = choice.accept(draw.drawn, made_at_s=at_s)
             self._chunks.append((job.request.id, chunk))
         parent.weight = 1
         ended = {choice.sequence.key for choice in job.choices if choice.ended}
@@ -111,6 +119,42 @@ class Ledger:
             self._scheduler.remove(parent)
         if not job.open_choices:
             del self.requests[job.request.id]
+
+    def _commit_verified(self, job: Generation, part: WorkResult, result: PassResult) -> None:
+        """Take the drafts that the target drew as well, and the token that it drew after them.
+
+        The KV of all of them but the last stands in the blocks, written by the target. What the blocks hold
+        beyond is never read: the next pass writes there.
+        """
+        if self._failed_draw(job, part):
+            return
+        (draw,) = part.draws
+        sequence = part.work.sequence
+        chunk = draw.choice.accept(
+            draw.drawn,
+            made_at_s=result.step.ended_at_s,
+            n_drafted=part.work.n_drafts,
+            n_accepted=draw.n_accepted(part.work.drafts),
+        )
+        self._chunks.append((job.request.id, chunk))
+        self._scheduler.commit(sequence, min(len(draw.drawn), sequence.n_remaining), result.ran.variant)
+        if draw.choice.ended:
+            self._scheduler.remove(sequence)
+        if not job.open_choices:
+            del self.requests[job.request.id]
+
+    def _failed_draw(self, job: Generation, part: WorkResult) -> bool:
+        for draw in part.draws:
+            if draw.undrawable is not None:
+                output = draw.choice.output
+                error = BackendError(
+                    f"no token can be drawn: {draw.undrawable.reason}",
+                    partial_text=output.text,
+                    phase="decode" if output.token_ids else "prefill",
+                )
+                self._fail(job, error)
+                return True
+        return False
 
     def _commit_scores(self, job: Scoring, part: WorkResult, at_s: float) -> None:
         sequence = part.work.sequence

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from paceline_engine.core.generation import Choice, Generation
 from paceline_engine.core.scoring import Scoring
@@ -16,10 +18,17 @@ from paceline_engine.timeline import StepTime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawResult:
-    """What one choice drew."""
+    """What one choice drew: a token, and before it the drafts that the target drew as well."""
 
     choice: Choice
-    drawn: Drawn | Undrawable
+    drawn: tuple[Drawn, ...]
+    undrawable: Undrawable | None = None
+    """Why not even the first token could be drawn; after accepted drafts the next step finds out."""
+
+    def n_accepted(self, drafts: Sequence[int]) -> int:
+        """How many of ``drafts`` were drawn as well."""
+        pairs = zip(self.drawn, drafts, strict=False)
+        return sum(token.token_id == draft for token, draft in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +82,18 @@ def _forward(
     clock: Callable[[], float],
 ) -> tuple[WorkResult, ...]:
     logits = runner.forward([work.slice() for work in part.work], part.variant)  # [rows, vocab]
-    rows: list[Row] = []
-    drawers: list[list[Choice]] = []
+    drawers: list[list[_Drawer]] = []
     scored: list[tuple[ScoredToken, ...]] = []
     n_before = 0
     for work in part.work:
         # A request aborted since the step began is gone: nothing is drawn for it.
         job = requests.get(work.sequence.key.request_id)
-        choices: list[Choice] = []
+        choices: list[_Drawer] = []
         scores: tuple[ScoredToken, ...] = ()
         if isinstance(job, Generation) and work.n_rows:
-            choices = list(job.choices_of(work.sequence))
-            for choice in choices:
+            for choice in job.choices_of(work.sequence):
                 choice.watch_time(clock())
-            rows += [
-                Row(at=n_before, rule=choice.rule, output_ids=choice.output.token_ids) for choice in choices
-            ]
+                choices.append(_Drawer(choice, n_before, work.drafts))
         elif isinstance(job, Scoring) and work.n_rows:
             targets = job.targets(work.sequence, work.sequence.n_computed, work.n_rows)
             ids = [job.token(option, place) for _, option, place in targets]
@@ -100,15 +105,50 @@ def _forward(
         drawers.append(choices)
         scored.append(scores)
         n_before += work.n_rows
-    drawn = iter(draw_tokens(logits, rows))
+    _draw([drawer for group in drawers for drawer in group], logits)
     return tuple(
-        WorkResult(
-            work=work,
-            draws=tuple(DrawResult(choice=choice, drawn=next(drawn)) for choice in choices),
-            scores=scores,
-        )
-        for work, choices, scores in zip(part.work, drawers, scored, strict=True)
+        WorkResult(work=work, draws=tuple(drawer.result for drawer in group), scores=scores)
+        for work, group, scores in zip(part.work, drawers, scored, strict=True)
     )
+
+
+class _Drawer:
+    """Draws one choice's tokens from consecutive rows, as long as they are the drafts that were run."""
+
+    def __init__(self, choice: Choice, first_row: int, drafts: Sequence[int]) -> None:
+        self._choice = choice
+        self._first_row = first_row
+        self._drafts = drafts
+        self._output_ids = list(choice.output.token_ids) if drafts else choice.output.token_ids
+        self._drawn: list[Drawn] = []
+        self._undrawable: Undrawable | None = None
+        self.done = False
+
+    def row(self) -> Row:
+        return Row(at=self._first_row + len(self._drawn), rule=self._choice.rule, output_ids=self._output_ids)
+
+    def take(self, token: Drawn | Undrawable) -> None:
+        if isinstance(token, Undrawable):
+            self._undrawable = None if self._drawn else token
+            self.done = True
+            return
+        place = len(self._drawn)
+        self._drawn.append(token)
+        self.done = place >= len(self._drafts) or token.token_id != self._drafts[place]
+        if not self.done:
+            self._output_ids.append(token.token_id)
+
+    @property
+    def result(self) -> DrawResult:
+        return DrawResult(choice=self._choice, drawn=tuple(self._drawn), undrawable=self._undrawable)
+
+
+def _draw(drawers: Sequence[_Drawer], logits: torch.Tensor) -> None:
+    """Position by position: what a row's token is depends on those before it."""
+    while active := [drawer for drawer in drawers if not drawer.done]:
+        tokens = draw_tokens(logits, [drawer.row() for drawer in active])
+        for drawer, token in zip(active, tokens, strict=True):
+            drawer.take(token)
 
 
 def failed_scores(result: WorkResult) -> bool:

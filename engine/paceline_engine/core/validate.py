@@ -94,6 +94,9 @@ def deadline_error(plan: Plan, now_s: float) -> DeadlineExpiredError | None:
 
 def _check_common(request: GenerationRequest | ScoreRequest, plan: Plan, runner: ModelRunner) -> None:
     check_variant(plan.mode.variant, runner.variants)
+    speculation = plan.mode.speculation
+    if speculation is not None and speculation.draft_variant is not None:
+        check_variant(speculation.draft_variant, runner.variants)
     if request.adapter is not None:
         raise UnknownOptionError(
             "adapter",

@@ -34,6 +34,16 @@ class SequenceSlice:
     logits: Logits = Logits.LAST
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Vocabulary:
+    """Token ids whose logits are wanted."""
+
+    common_ids: tuple[int, ...]
+    """The same object pass after pass, so that a runner may keep their part of the output matrix."""
+    extra_ids: tuple[int, ...] = ()
+    """None of them common."""
+
+
 class ModelRunner(Protocol):
     """Runs the decoder over a paged KV cache that all variants share."""
 
@@ -49,11 +59,18 @@ class ModelRunner(Protocol):
     @property
     def variants(self) -> tuple[Variant, ...]: ...
 
-    def forward(self, slices: Sequence[SequenceSlice], variant: Variant) -> torch.Tensor:
+    def forward(
+        self, slices: Sequence[SequenceSlice], variant: Variant, *, vocabulary: Vocabulary | None = None
+    ) -> torch.Tensor:
         """One pass over all slices; writes their KV.
 
+        Args:
+            vocabulary: the tokens whose logits are wanted, all where it is None: a draft needs only likely
+                ones, and the output matrix is a large part of a small model.
+
         Returns:
-            fp32 logits, [rows, vocab_size]: the rows that the slices asked for, in their order.
+            fp32 logits, [rows, vocab_size]: the rows that the slices asked for, in their order. Tokens
+            outside of ``vocabulary`` may have minus infinity.
         """
         ...
 

@@ -33,7 +33,8 @@ class Decoder:
         self._used_kinds = frozenset(self._kinds)
 
     def forward(self, batch: PackedBatch, weights: DecoderWeights, kv: PagedKV) -> Tensor:
-        """Write the tokens' KV and give the logits that the batch asks for, fp32 [R, vocab]."""
+        """Write the tokens' KV and give what the output matrix multiplies, of the rows that the batch asks
+        for: fp32 [R, hidden]."""
         spec = self._spec
         rotations = {kind: self._ropes[kind].at(batch.positions) for kind in self._used_kinds}
         residual = weights.embedding.dequantize(batch.token_ids)  # [T, hidden]
@@ -46,7 +47,7 @@ class Decoder:
                 # Past the last KV write only the rows whose logits are asked for matter.
                 mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
                 if not mixed.shape[0]:
-                    return mixed.new_empty((0, spec.vocab_size))
+                    return mixed.new_empty((0, spec.hidden_size))
             normed = kernels.residual_norm(
                 _add_bias(linear(mixed, layer.o), layer.o_bias),
                 residual,
@@ -62,7 +63,7 @@ class Decoder:
                 spec.norm_eps,
                 post_weight=layer.post_ffn_norm,
             )
-        return linear(normed, weights.output)
+        return normed
 
     def _attend(
         self,

@@ -13,10 +13,12 @@ from paceline_engine.backends.base import OnProgress, Progress
 from paceline_engine.cuda.support import Support
 from paceline_engine.loading.base import Checkpoint
 from paceline_engine.mode import Variant
-from paceline_engine.model.base import SequenceSlice
+from paceline_engine.model.base import SequenceSlice, Vocabulary
 from paceline_engine.model.batch import PackedBatch, PlannedAttention
 from paceline_engine.model.decoder import Decoder
+from paceline_engine.model.head import OutputHead
 from paceline_engine.model.kv import PagedKV
+from paceline_engine.model.ops import linear
 from paceline_engine.model.spec import ModelSpec
 from paceline_engine.model.weights import DecoderWeights
 from paceline_engine.quant.matrix import Matrix, to_device
@@ -49,6 +51,7 @@ class TorchRunner:
         self._vectors = {name: tensor.to(self._device) for name, tensor in store.vectors().items()}
         self._weights: dict[Variant, DecoderWeights] = {}
         self._embeddings: dict[Variant, Matrix] = {}
+        self._heads: dict[Variant, OutputHead] = {}
 
     @classmethod
     def load(
@@ -119,7 +122,9 @@ class TorchRunner:
         """Bytes of weights that a decode step of one token reads; loads what is not loaded yet."""
         return {variant: self._weights_of(variant).bytes_per_step for variant in self._variants}
 
-    def forward(self, slices: Sequence[SequenceSlice], variant: Variant) -> Tensor:
+    def forward(
+        self, slices: Sequence[SequenceSlice], variant: Variant, *, vocabulary: Vocabulary | None = None
+    ) -> Tensor:
         """One pass over all slices; writes their KV. fp32 logits [rows, vocab_size]."""
         assert variant in self._variants, f"{variant} is not among the runner's variants"
         weights = self._weights_of(variant)
@@ -127,7 +132,15 @@ class TorchRunner:
             batch = PackedBatch.pack(
                 slices, block_size=self.block_size, device=self._device, attention=self._attention
             )
-            return self._decoder.forward(batch, weights, self._kv)
+            hidden = self._decoder.forward(batch, weights, self._kv)
+            if not hidden.shape[0]:
+                return hidden.new_empty((0, self._spec.vocab_size))
+            # A GPU reads the whole output matrix in less time than it takes to pick rows.
+            if vocabulary is None or self._support is not None:
+                return linear(hidden, weights.output)
+            if variant not in self._heads:
+                self._heads[variant] = OutputHead(weights.output)
+            return self._heads[variant].logits(hidden, vocabulary)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in all layers (copy on write)."""

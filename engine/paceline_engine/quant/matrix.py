@@ -92,6 +92,21 @@ def unpack(tensors: Mapping[str, Tensor], variant: Variant) -> Matrix:
     return matrix
 
 
+def select_rows(matrix: Matrix, rows: Tensor) -> Matrix:
+    """A copy of some of a matrix's rows (int64 indices), in their order and in its precision."""
+
+    def select(part: Tensor) -> Tensor:
+        if part.ndim == 0:
+            return part
+        if part.dtype == torch.float8_e4m3fn:
+            return part.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
+        return part[rows]
+
+    holder: Any = type(matrix)
+    selected: Matrix = holder.from_tensors({name: select(part) for name, part in matrix.tensors().items()})
+    return selected
+
+
 def to_device(matrix: Matrix, variant: Variant, device: torch.device) -> Matrix:
     if device.type == "cpu":
         return matrix

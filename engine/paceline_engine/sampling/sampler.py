@@ -48,15 +48,18 @@ class Undrawable:
     reason: str
 
 
-def draw_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn | Undrawable]:
+def draw_tokens(
+    logits: torch.Tensor, rows: Sequence[Row], *, with_logprobs: bool = True
+) -> list[Drawn | Undrawable]:
     """Draw one token for each of ``rows``.
 
     Args:
         logits: fp32 [any, vocab]; left unchanged, and not copied for greedy rows.
         rows: which of the logits' rows are drawn from, and how.
+        with_logprobs: report log probabilities where a rule asks for them; drafts need none.
     """
     best = _best(logits, sorted({row.at for row in rows}))
-    return [_draw_row(logits[row.at], row, *best[row.at]) for row in rows]
+    return [_draw_row(logits[row.at], row, *best[row.at], with_logprobs) for row in rows]
 
 
 def score_tokens(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int]) -> list[float]:
@@ -77,14 +80,17 @@ def score_tokens(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[
     ]
 
 
-def _draw_row(logits: torch.Tensor, row: Row, best_id: int, best: float) -> Drawn | Undrawable:
+def _draw_row(
+    logits: torch.Tensor, row: Row, best_id: int, best: float, with_logprobs: bool
+) -> Drawn | Undrawable:
     # logits: [vocab]
     if not math.isfinite(best):
         return Undrawable(reason=f"the model's largest logit is {best}")
     rule, position = row.rule, len(row.output_ids)
+    n_top = rule.params.logprobs if with_logprobs else None
     if not rule.changes_logits(position):
         token_id = best_id if rule.greedy else _draw_by_chance(logits, rule, position, best)
-        return _with_logprobs(logits, token_id, rule.params.logprobs)
+        return _with_logprobs(logits, token_id, n_top)
     changed = logits.clone()
     try:
         rule.apply(changed, row.output_ids)
@@ -93,7 +99,7 @@ def _draw_row(logits: torch.Tensor, row: Row, best_id: int, best: float) -> Draw
         return Undrawable(reason=str(error))
     if drawn is None:
         return Undrawable(reason="penalties, bias, min_tokens and masks leave no token to draw")
-    return _with_logprobs(logits, drawn, rule.params.logprobs)
+    return _with_logprobs(logits, drawn, n_top)
 
 
 def _draw_admitted(logits: torch.Tensor, rule: DrawRule, output_ids: Sequence[int]) -> int | None:

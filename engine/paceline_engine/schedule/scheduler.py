@@ -9,7 +9,7 @@ in vLLM, Kwon et al., 2023).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline_engine.cache.blocks import BlockPool
 from paceline_engine.cache.quality import worst
@@ -33,11 +33,29 @@ class Work:
     logits: Logits
     decodes: bool
     block_table: tuple[int, ...]
+    """Covers the tokens, and the drafts that may follow them."""
+    max_drafts: int = 0
+    """Draft tokens that there is room for after the one token of a decoding sequence."""
+    n_drafts: int = 0
+    """Draft tokens among ``token_ids``: the last of them."""
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        return self.token_ids[len(self.token_ids) - self.n_drafts :]
 
     @property
     def n_rows(self) -> int:
         """Rows of logits that it gets."""
         return {Logits.NONE: 0, Logits.LAST: 1, Logits.ALL: len(self.token_ids)}[self.logits]
+
+    def with_drafts(self, token_ids: Sequence[int]) -> Work:
+        """The same work, with drafts to verify: each of its tokens gets logits."""
+        return replace(
+            self,
+            token_ids=(*self.token_ids, *token_ids),
+            logits=Logits.ALL,
+            n_drafts=len(token_ids),
+        )
 
     def slice(self) -> SequenceSlice:
         return SequenceSlice(
@@ -132,7 +150,7 @@ class Scheduler:
         for work in selection.work:
             work.sequence.last_step = self._n_steps
         self._in_flight = selection.keys
-        return _passes(selection.work)
+        return _passes([self._make_room_for_drafts(work) for work in selection.work])
 
     def land(self) -> None:
         """The step's passes have run: nothing writes to any block now."""
@@ -142,8 +160,14 @@ class Scheduler:
         self._removed_in_flight.clear()
 
     def commit(self, sequence: SequenceState, n_tokens: int, variant: Variant) -> None:
-        """``n_tokens`` more tokens stand in the sequence's blocks, written by ``variant``."""
+        """``n_tokens`` more tokens stand in the sequence's blocks, written by ``variant``.
+
+        Blocks that were taken for drafts, and hold none that was accepted, are given back.
+        """
         sequence.n_computed += n_tokens
+        n_kept = self._blocks_for(len(sequence.token_ids))
+        self.pool.release(sequence.blocks[n_kept:])
+        del sequence.blocks[n_kept:]
         sequence.kv_quality = worst(filter(None, (sequence.kv_quality, variant)))
         if sequence.scope is None:
             return
@@ -284,6 +308,20 @@ class Scheduler:
             if victim is sequence:
                 return
         sequence.blocks += self.pool.allocate(1)
+
+    def _make_room_for_drafts(self, work: Work) -> Work:
+        """Blocks for the drafts of a decoding sequence, out of those that nobody needs in this step."""
+        sequence = work.sequence
+        speculation = sequence.plan.mode.speculation
+        if speculation is None or not work.decodes:
+            return work
+        n_left = sequence.plan.max_tokens - sequence.n_output
+        wanted = min(speculation.max_draft_tokens, n_left - 1)
+        n_more = self._blocks_for(sequence.n_computed + 1 + wanted) - len(sequence.blocks)
+        if n_more > 0:
+            sequence.blocks += self.pool.allocate(min(n_more, self.pool.n_free))
+        room = len(sequence.blocks) * self.pool.block_size - sequence.n_computed - 1
+        return replace(work, block_table=tuple(sequence.blocks), max_drafts=max(0, min(wanted, room)))
 
     def _preempt(self, sequence: SequenceState, now_s: float) -> None:
         attributes = {"computed_tokens": sequence.n_computed}

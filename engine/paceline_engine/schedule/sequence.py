@@ -57,6 +57,8 @@ class SequenceState:
         self.last_token_at_s: float | None = None
         self.cached_tokens: int | None = None
         """Prompt tokens served by the prefix cache when it first started; None before."""
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.steps: list[StepTime] = []
         self.events: list[TimelineEvent] = []
 

@@ -14,7 +14,7 @@ from paceline_engine.chunk import Chunk, Finish, ScoreResult
 from paceline_engine.core import Engine, EngineConfig
 from paceline_engine.errors import PacelineError
 from paceline_engine.mode import Mode, Variant
-from paceline_engine.model.base import Logits, SequenceSlice
+from paceline_engine.model.base import Logits, SequenceSlice, Vocabulary
 from paceline_engine.model.spec import Activation, ModelSpec, RopeSpec
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, Prompt, SamplingParams, ScoreRequest
@@ -57,8 +57,12 @@ class HashRunner:
         self.passes: list[tuple[Variant, tuple[SequenceSlice, ...]]] = []
         self.before_pass: Callable[[Sequence[SequenceSlice]], None] = lambda slices: None
         self.change_logits: Callable[[SequenceSlice, torch.Tensor], None] = lambda part, logits: None
+        self.change_row: Callable[[Sequence[str], torch.Tensor], None] = lambda seen, logits: None
+        """Told the words that the row's token and those before it wrote."""
 
-    def forward(self, slices: Sequence[SequenceSlice], variant: Variant) -> torch.Tensor:
+    def forward(
+        self, slices: Sequence[SequenceSlice], variant: Variant, *, vocabulary: Vocabulary | None = None
+    ) -> torch.Tensor:
         self.passes.append((variant, tuple(slices)))
         self.before_pass(slices)
         rows: list[torch.Tensor] = []
@@ -79,7 +83,9 @@ class HashRunner:
     def _logits(self, part: SequenceSlice, position: int, variant: Variant) -> torch.Tensor:
         size = self.block_size
         seen = [self.kv[part.block_table[at // size]][at % size] for at in range(position + 1)]
-        return logits_of(seen)
+        logits = logits_of(seen)
+        self.change_row(seen, logits)
+        return logits
 
 
 def logits_of(words: Iterable[object]) -> torch.Tensor:

@@ -11,27 +11,35 @@ import torch
 
 from paceline_engine.core import Engine, EngineConfig
 from paceline_engine.loading import open_checkpoint, open_tokenizer
-from paceline_engine.mode import Variant
+from paceline_engine.mode import Drafter, Speculation, Variant
 from paceline_engine.model.runner import TorchRunner
 from paceline_engine.request import SamplingParams
 
-MakeTiny = Callable[[Any, int], Any]
+MakeTiny = Callable[..., Any]
 
 
 @pytest.fixture
 def make_tiny(make_bench: Callable[..., Any], tmp_path: Path) -> MakeTiny:
     """A bench whose engine runs a tiny model's fp32 weights."""
 
-    def make(model: Any, n_blocks: int) -> Any:
+    def make(model: Any, n_blocks: int, *drafting: Variant, **config: Any) -> Any:
         checkpoint = open_checkpoint(str(model.safetensors))
         runner = TorchRunner.load(
-            checkpoint, variants=(Variant.FP32,), n_blocks=n_blocks, block_size=4, cache_dir=tmp_path
+            checkpoint,
+            variants=(Variant.FP32, *drafting),
+            n_blocks=n_blocks,
+            block_size=4,
+            kv_dtype=torch.float32,
+            cache_dir=tmp_path,
         )
         bench = make_bench()
         bench.runner = runner
         bench.tokenizer = open_tokenizer(str(model.safetensors))
         bench.engine = Engine(
-            runner, bench.tokenizer, config=EngineConfig(max_prefill_tokens_per_step=5), clock=bench.clock
+            runner,
+            bench.tokenizer,
+            config=EngineConfig(max_prefill_tokens_per_step=5, **config),
+            clock=bench.clock,
         )
         return bench
 
@@ -93,3 +101,36 @@ def test_choices_diverge_inside_a_block(tiny_model: Any, make_tiny: MakeTiny) ->
     streams = [bench.out.ids("x", index) for index in range(3)]
     assert len({tuple(ids) for ids in streams}) == 3
     assert streams == [bench.out.ids("y", index) for index in range(3)]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "qwen2"])
+@pytest.mark.parametrize("variant", [Variant.INT4, Variant.INT8])
+@pytest.mark.parametrize("n_blocks", [10, 40])
+def test_speculation_equals_the_reference(
+    family: str, variant: Variant, n_blocks: int, tiny_model: Any, make_tiny: MakeTiny
+) -> None:
+    """Greedy fp32 tokens are the reference's with drafts of the model itself or of n-grams, and without.
+
+    Past the sliding windows, streams of every kind in one batch, with and without preemption.
+    """
+    model = tiny_model(family)
+    bench = make_tiny(model, n_blocks, variant, adapt_drafts=False)
+    kinds = {
+        "self": Speculation(drafter=Drafter.SELF, max_draft_tokens=4, draft_variant=variant),
+        "ngram": Speculation(drafter=Drafter.NGRAM, max_draft_tokens=6),
+        "none": None,
+    }
+    for name, prompt in PROMPTS.items():
+        for kind, speculation in kinds.items():
+            plan = bench.plan(20, Variant.FP32, speculation=speculation)
+            bench.submit(name + kind, prompt, plan, ignore_eos=True)
+    out = bench.run()
+    assert not out.errors
+    accepted = 0
+    for name, prompt in PROMPTS.items():
+        expected = reference_ids(model, prompt, 20)
+        for kind in kinds:
+            assert out.ids(name + kind) == expected, (name, kind)
+            accepted += out.finish(name + kind).timeline.accepted_tokens
+    assert accepted > 0
+    assert bench.free == n_blocks

@@ -1,0 +1,112 @@
+"""Drafts for the streams of a step, put into the work that its passes will verify. No lock is held here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from paceline_engine.core.generation import Choice, Generation
+from paceline_engine.core.scoring import Scoring
+from paceline_engine.schedule.base import SequenceKey
+from paceline_engine.schedule.scheduler import Pass, Work
+from paceline_engine.schedule.sequence import SequenceState
+from paceline_engine.speculate.base import DraftRequest, Proposal
+from paceline_engine.speculate.speculator import Drafts, Planned, Speculator
+from paceline_engine.speculate.stream import DraftStream
+from paceline_engine.timeline import StepTime
+
+Requests = Mapping[str, Generation | Scoring]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What was proposed for one choice."""
+
+    choice: Choice
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedStep:
+    """A step's passes with drafts to verify, and what drafting them took."""
+
+    passes: tuple[Pass, ...]
+    drafts: tuple[Draft, ...] = ()
+    steps: tuple[tuple[StepTime, tuple[SequenceState, ...]], ...] = ()
+    """The draft passes, with the sequences that took part in each."""
+    failures: tuple[tuple[SequenceState, Exception], ...] = ()
+    """Sequences that draft with a model no more."""
+
+
+def draft_step(passes: tuple[Pass, ...], requests: Requests, speculator: Speculator) -> DraftedStep:
+    """Propose drafts for all work that has room for them."""
+    work = [part for one in passes for part in one.work if part.max_drafts]
+    found = [(part, choice) for part in work if (choice := _choice(part, requests)) is not None]
+    if not found:
+        return DraftedStep(passes=passes)
+    asked = [_request(part, choice, speculator.new_stream) for part, choice in found]
+    planned = [
+        Planned(variant=one.variant, n_tokens=sum(len(part.token_ids) for part in one.work)) for one in passes
+    ]
+    n_decoding = sum(part.decodes for one in passes for part in one.work)
+    drafts = speculator.draft(asked, planned, n_decoding)
+    sequences = {id(request): part.sequence for request, (part, _) in zip(asked, found, strict=True)}
+    proposals = {
+        part.sequence.key: proposal
+        for (part, _), proposal in zip(found, drafts.proposals, strict=True)
+        if proposal.token_ids
+    }
+    return DraftedStep(
+        passes=tuple(_with_drafts(one, proposals) for one in passes),
+        drafts=tuple(
+            Draft(choice=choice, proposal=proposal)
+            for (_, choice), proposal in zip(found, drafts.proposals, strict=True)
+        ),
+        steps=_steps(drafts, sequences),
+        failures=tuple((sequences[id(request)], error) for request, error in drafts.failures),
+    )
+
+
+def _choice(work: Work, requests: Requests) -> Choice | None:
+    job = requests.get(work.sequence.key.request_id)
+    if not isinstance(job, Generation) or work.sequence.removed:
+        return None
+    (choice,) = job.choices_of(work.sequence)
+    return choice
+
+
+def _request(work: Work, choice: Choice, new_stream: Callable[[], DraftStream]) -> DraftRequest:
+    sequence = work.sequence
+    speculation = sequence.plan.mode.speculation
+    assert speculation is not None
+    if choice.drafts is None:
+        choice.drafts = new_stream()
+    return DraftRequest(
+        stream=choice.drafts,
+        speculation=speculation,
+        target=sequence.variant,
+        token_ids=sequence.token_ids,
+        output_ids=choice.output.token_ids,
+        rule=choice.rule,
+        block_table=work.block_table,
+        most=work.max_drafts,
+        wanted=lambda: not sequence.removed,
+    )
+
+
+def _with_drafts(one: Pass, proposals: Mapping[SequenceKey, Proposal]) -> Pass:
+    work = tuple(
+        part
+        if (proposal := proposals.get(part.sequence.key)) is None
+        else part.with_drafts(proposal.token_ids)
+        for part in one.work
+    )
+    return replace(one, work=work)
+
+
+def _steps(
+    drafts: Drafts, sequences: Mapping[int, SequenceState]
+) -> tuple[tuple[StepTime, tuple[SequenceState, ...]], ...]:
+    return tuple(
+        (one.step, tuple(sequences[id(chain.request)] for chain in one.chains)) for one in drafts.passes
+    )

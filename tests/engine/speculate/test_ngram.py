@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline_engine.speculate.ngram import TokenHistory
+
+
+def continuation(token_ids: list[int], most: int) -> tuple[int, list[int]]:
+    history = TokenHistory()
+    history.follow(token_ids)
+    return history.continuation(most)
+
+
+def test_longest_match_wins_over_a_later_one() -> None:
+    """What followed the longest occurrence of the latest tokens is proposed."""
+    assert continuation([1, 2, 3, 7, 8, 2, 3, 9, 5, 1, 2, 3], 2) == (3, [7, 8])
+
+
+def test_the_later_of_two_equal_matches_wins() -> None:
+    """Of equally long matches the latest is continued."""
+    assert continuation([1, 2, 7, 5, 1, 2, 8, 6, 1, 2], 1) == (2, [8])
+
+
+@pytest.mark.parametrize("token_ids", [[], [1], [1, 2, 3], [1, 2, 1]])
+def test_without_a_match_nothing_is_proposed(token_ids: list[int]) -> None:
+    """One repeated token is no match, and neither is anything in a short or new text."""
+    assert continuation(token_ids, 4) == (0, [])
+
+
+def test_a_loop_goes_on() -> None:
+    """A continuation that reaches the end of the text goes on through itself."""
+    assert continuation([4, 1, 2, 3, 1, 2, 3], 8) == (3, [1, 2, 3, 1, 2, 3, 1, 2])
+    assert continuation([5, 5, 5], 3)[1] == [5, 5, 5]
+
+
+def test_earlier_texts_are_searched_and_not_run_over() -> None:
+    """A match may lie in an earlier text of the session; it ends where that text ends."""
+    history = TokenHistory([[1, 2, 3], [7, 8, 9, 4]])
+    history.follow([5, 7, 8])
+    assert history.continuation(5) == (2, [9, 4])
+    history.follow([5, 7, 8, 2, 3])
+    assert history.continuation(5) == (2, [])
+
+
+def test_growing_step_by_step_equals_reading_at_once() -> None:
+    """A history that follows a growing text finds what one that reads it at once and a plain search find."""
+    rng = random.Random(4)
+    ids = [rng.randrange(4) for _ in range(1500)]
+    grown = TokenHistory()
+    for end in (*range(1, 80), 900, 1200, 1500):
+        grown.follow(ids[:end])
+        found = grown.continuation(6)
+        assert found == continuation(ids[:end], 6)
+        assert found[0] == _longest(ids[:end])
+
+
+def _longest(ids: list[int]) -> int:
+    """The longest suffix, up to 32 tokens, that also stands earlier; 0 below two."""
+    best = 0
+    for length in range(2, min(33, len(ids))):
+        suffix = ids[-length:]
+        if any(ids[at : at + length] == suffix for at in range(len(ids) - length)):
+            best = length
+    return best
