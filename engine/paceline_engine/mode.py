@@ -63,6 +63,8 @@ class Mode:
     variant: Variant
     speculation: Speculation | None = None
     prefix_cache: bool = True
+    mix_cache: bool = False
+    """Let the prefix cache serve KV that lower variants wrote, for speed over fidelity."""
     batch_cap: int = 8
     """Most sequences that may share a step with this one."""
 

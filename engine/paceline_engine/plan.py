@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from paceline_engine.errors import InvalidValueError
-from paceline_engine.mode import Mode
+from paceline_engine.mode import Mode, Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,9 @@ class Plan:
     """When the first token should be out; orders the queue."""
     tpot_target_s: float | None = None
     """Seconds per output token that a running stream should keep."""
+    fallback_variants: tuple[Variant, ...] = ()
+    """Variants that a stream may be moved to while it runs behind, best quality first; it may come back
+    to its mode's own. Empty: it keeps its variant."""
     stall_limit_s: float | None = None
     """Longest wait for the next token before the generation fails with ``StallError``."""
 

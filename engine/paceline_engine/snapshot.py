@@ -16,6 +16,8 @@ class Snapshot:
     prompt_tokens: int
     cached_tokens: Mapping[Variant, int] = field(default_factory=dict[Variant, int])
     """Prompt tokens that the prefix cache would serve, for each variant that may be asked."""
+    cached_mixed_tokens: int = 0
+    """Prompt tokens that it would serve where blocks of lower variants may be used too."""
     running: int = 0
     """Sequences that decode now."""
     running_context_tokens: int = 0
@@ -29,5 +31,7 @@ class Snapshot:
     free_blocks: int | None = None
     """Free or evictable KV blocks; None where the backend does not tell."""
     total_blocks: int | None = None
+    pinned_blocks: int = 0
+    """KV blocks that pins keep from eviction."""
     block_size: int | None = None
     """Tokens per KV block."""

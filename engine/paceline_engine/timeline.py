@@ -7,9 +7,12 @@ processes of a machine, so that a worker's stamps and its client's can be compar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from paceline_engine.mode import Mode, Variant
+
+VARIANT_CHANGED: Final = "variant_changed"
+"""The event of a stream that moved to another variant; its attributes are ``from``, ``to`` and ``why``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +141,20 @@ class Timeline:
                     name="decode",
                     started_at_s=first,
                     ended_at_s=max(first, ends),
-                    attributes={"output_tokens": self.n_tokens},
+                    attributes=self._decode_facts(),
                 )
             )
         return tuple(found)
+
+    def _decode_facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"output_tokens": self.n_tokens}
+        if self.drafted_tokens:
+            facts["drafted_tokens"] = self.drafted_tokens
+            facts["accepted_tokens"] = self.accepted_tokens
+        if moves := [event for event in self.events if event.name == VARIANT_CHANGED]:
+            facts["variant_changes"] = len(moves)
+            facts["last_variant"] = str(moves[-1].attributes["to"])
+        return facts
 
 
 def _at(token: TokenTime, delivered: bool) -> float | None:

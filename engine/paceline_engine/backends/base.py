@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from paceline_engine.chunk import Chunk, ScoreResult
 from paceline_engine.mode import Speculation, Variant
@@ -100,4 +100,42 @@ class Backend(Protocol):
 
     async def aclose(self) -> None:
         """End all that runs and give back what is held; calling it again does nothing."""
+        ...
+
+
+@runtime_checkable
+class Pinning(Protocol):
+    """What a backend may offer beside ``Backend``: keeping a prompt's prefix cached while a tool runs."""
+
+    def pin(
+        self,
+        pin_id: str,
+        prompt: Prompt,
+        *,
+        hold_s: float,
+        salt: str = "",
+        adapter: str | None = None,
+    ) -> None:
+        """Keep what is cached of the prompt from eviction for ``hold_s`` at most. Never blocks.
+
+        A share of the cache is pinned at most; beyond it, and where nothing is cached, this does nothing.
+        A pin of the same id is replaced; all end with the worker. ``Snapshot.pinned_blocks`` tells what is
+        held.
+        """
+        ...
+
+    def unpin(self, pin_id: str) -> None:
+        """Let it be evicted again; an unknown pin is ignored. Never blocks."""
+        ...
+
+
+@runtime_checkable
+class VariantChanging(Protocol):
+    """What a backend may offer beside ``Backend``: moving a running stream to another variant."""
+
+    def change_variant(self, request_id: str, variant: Variant) -> None:
+        """Run the request as ``variant`` from its next token on. Never blocks.
+
+        Nothing happens where the request has ended. A step policy leaves the stream there.
+        """
         ...

@@ -6,12 +6,13 @@ but still known to the prefix index, and given up when memory is short).
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paceline_engine.cache.prefix import CacheScope, HashKey, PrefixIndex, PrefixNode
-from paceline_engine.cache.quality import serves
+from paceline_engine.cache.quality import best, serves
 from paceline_engine.mode import Variant
 
 
@@ -84,8 +85,15 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def match(self, token_ids: Sequence[int], scope: CacheScope, variant: Variant) -> PrefixMatch:
-        """The longest cached prefix that may serve ``variant``, in full blocks.
+    def best_blocks(self, token_ids: Sequence[int], scope: CacheScope) -> tuple[int, ...]:
+        """The cached full blocks of a prefix, of each the one that serves the most variants."""
+        nodes = itertools.takewhile(lambda node: bool(node.blocks), self._index.walk(token_ids, scope))
+        return tuple(node.blocks[best(node.blocks)] for node in nodes)
+
+    def match(
+        self, token_ids: Sequence[int], scope: CacheScope, variant: Variant, *, mix: bool = False
+    ) -> PrefixMatch:
+        """The longest cached prefix that may serve ``variant``, in full blocks; with ``mix`` any may.
 
         At least the last token is left over: its logits have to be computed.
         """
@@ -93,7 +101,7 @@ class BlockPool:
         written_by: list[Variant] = []
         last: PrefixNode | None = None
         for node in self._index.walk(token_ids[:-1], scope):
-            if (found := node.block_for(variant)) is None:
+            if (found := node.block_for(variant, mix=mix)) is None:
                 break
             written_by.append(found[0])
             blocks.append(found[1])
@@ -113,6 +121,10 @@ class BlockPool:
             for variant in alive:
                 counts[variant] += self.block_size
         return counts
+
+    def mixed_tokens(self, token_ids: Sequence[int], scope: CacheScope) -> int:
+        """How many tokens ``match`` would serve where any variant's blocks may be used."""
+        return len(self.best_blocks(token_ids[:-1], scope)) * self.block_size
 
     def publish(
         self, parent: PrefixNode | CacheScope, block: int, block_tokens: Sequence[int], variant: Variant

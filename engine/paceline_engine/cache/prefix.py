@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline_engine.cache.quality import serves
+from paceline_engine.cache.quality import best, serves
 from paceline_engine.mode import Variant
 
 HashKey = Callable[[Hashable], int]
@@ -44,11 +44,19 @@ class PrefixNode:
         self.n_children = 0
         self.blocks: dict[Variant, int] = {}
 
-    def block_for(self, variant: Variant) -> tuple[Variant, int] | None:
-        """The block that may serve ``variant``, one of its own where there is a choice."""
+    def block_for(self, variant: Variant, *, mix: bool = False) -> tuple[Variant, int] | None:
+        """The block that may serve ``variant``, one of its own where there is a choice.
+
+        With ``mix`` the best of the lower ones may, where no other is there.
+        """
         if (own := self.blocks.get(variant)) is not None:
             return variant, own
-        return next(((by, block) for by, block in self.blocks.items() if serves(by, variant)), None)
+        for by, block in self.blocks.items():
+            if serves(by, variant):
+                return by, block
+        if mix and self.blocks:
+            return (by := best(self.blocks)), self.blocks[by]
+        return None
 
 
 class PrefixIndex:

@@ -24,3 +24,8 @@ def serves(written_by: Variant, asked_by: Variant) -> bool:
 def worst(variants: Iterable[Variant]) -> Variant:
     """The lowest quality among ``variants``: that of KV computed on top of all of them."""
     return max(variants, key=_RANK.__getitem__)
+
+
+def best(variants: Iterable[Variant]) -> Variant:
+    """The highest quality among ``variants``."""
+    return min(variants, key=_RANK.__getitem__)

@@ -20,10 +20,19 @@ class EngineConfig:
     """Steps kept in one timeline: the first half and the latest half of a longer run."""
     adapt_drafts: bool = True
     """Draft as many tokens as pay, by measured acceptance and cost; else as many as a plan allows."""
+    max_pinned_share: float = 0.5
+    """Share of the KV blocks that pins may keep from eviction."""
     model_fingerprint: str = ""
     """Part of every prefix cache key."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.max_pinned_share <= 1:
+            raise InvalidValueError(
+                "max_pinned_share",
+                observed=self.max_pinned_share,
+                limit="between 0 and 1",
+                remedy="leave it out for the default, or use 0 for no pins",
+            )
         for item in fields(self):
             value = getattr(self, item.name)
             least = 2 if item.name == "max_steps_recorded" else 1

@@ -63,6 +63,7 @@ class Engine:
             variants=runner.variants,
             max_prefill_tokens=self._config.max_prefill_tokens_per_step,
             max_sequences=self._config.max_sequences,
+            max_pinned_share=self._config.max_pinned_share,
         )
         self._ledger = Ledger(self._scheduler, runner.copy_block, self._config.max_steps_recorded)
         self._eos_ids = frozenset((*tokenizer.eos_token_ids, *runner.spec.eos_token_ids))
@@ -125,7 +126,9 @@ class Engine:
             self._ledger.cancel(request_id)
 
     def change_variant(self, request_id: str, variant: Variant) -> None:
-        """Run the request with ``variant`` from its next token on; unknown ids are ignored.
+        """Run the request with ``variant`` from its next token on, whatever the step policy would choose.
+
+        Unknown ids are ignored.
 
         Raises:
             UnknownOptionError: the variant is not loaded.
@@ -135,12 +138,40 @@ class Engine:
             now_s = self._clock()
             for sequence in self._scheduler.sequences:
                 if sequence.key.request_id == request_id:
-                    self._scheduler.set_variant(sequence, variant, now_s)
+                    self._scheduler.set_variant(sequence, variant, now_s, why="the caller")
+                    sequence.variant_held = True
+
+    def pin(
+        self,
+        pin_id: str,
+        token_ids: Sequence[int],
+        *,
+        hold_s: float,
+        salt: str = "",
+        adapter: str | None = None,
+    ) -> int:
+        """Keep a prompt's cached prefix from being evicted for ``hold_s``; gives the tokens that are kept.
+
+        At most ``EngineConfig.max_pinned_share`` of all blocks are pinned: of what does not fit, as of
+        what is not cached, nothing is kept. A pin of the same id is replaced. Pins end early, oldest
+        first, where nothing else could run without their blocks.
+        """
+        scope = CacheScope(model=self._config.model_fingerprint, adapter=adapter, salt=salt)
+        with self._lock:
+            now_s = self._clock()
+            self._scheduler.pins.expire(now_s)
+            return self._scheduler.pins.pin(pin_id, token_ids, scope, expires_at_s=now_s + hold_s)
+
+    def unpin(self, pin_id: str) -> None:
+        """Let a pinned prefix be evicted again; an unknown or expired pin is ignored."""
+        with self._lock:
+            self._scheduler.pins.unpin(pin_id)
 
     def snapshot(self, token_ids: Sequence[int], *, salt: str = "", adapter: str | None = None) -> Snapshot:
         """The state now, with how much of a prompt is cached. Does not wait for a running pass."""
         scope = CacheScope(model=self._config.model_fingerprint, adapter=adapter, salt=salt)
         with self._lock:
+            self._scheduler.pins.expire(self._clock())
             running = [one for one in self._scheduler.sequences if one.decoding]
             waiting = [one for one in self._scheduler.sequences if not one.decoding]
             variants = Counter(one.variant for one in running).most_common(1)
@@ -148,6 +179,7 @@ class Engine:
                 taken_at_s=self._clock(),
                 prompt_tokens=len(token_ids),
                 cached_tokens=self._pool.cached_tokens(token_ids, scope, self._runner.variants),
+                cached_mixed_tokens=self._pool.mixed_tokens(token_ids, scope),
                 running=len(running),
                 running_context_tokens=sum(len(one.token_ids) for one in running),
                 running_variant=variants[0][0] if variants else None,
@@ -156,6 +188,7 @@ class Engine:
                 free_blocks=self._pool.n_free,
                 total_blocks=self._pool.n_blocks,
                 block_size=self._pool.block_size,
+                pinned_blocks=self._scheduler.pins.n_blocks,
             )
 
     def step(self) -> StepOutput:
@@ -183,7 +216,8 @@ class Engine:
     def _commit(self, drafted: DraftedStep, results: Sequence[PassResult]) -> StepOutput:
         self._learn(drafted, results)
         with self._lock:
-            self._scheduler.land()
+            ran = [step for step, _ in drafted.steps] + [each.step for each in results if each.error is None]
+            self._scheduler.land(tuple(ran))
             self._ledger.commit_drafts(drafted, self._clock())
             for result in results:
                 self._ledger.commit(result)

@@ -93,7 +93,8 @@ def deadline_error(plan: Plan, now_s: float) -> DeadlineExpiredError | None:
 
 
 def _check_common(request: GenerationRequest | ScoreRequest, plan: Plan, runner: ModelRunner) -> None:
-    check_variant(plan.mode.variant, runner.variants)
+    for variant in (plan.mode.variant, *plan.fallback_variants):
+        check_variant(variant, runner.variants)
     speculation = plan.mode.speculation
     if speculation is not None and speculation.draft_variant is not None:
         check_variant(speculation.draft_variant, runner.variants)

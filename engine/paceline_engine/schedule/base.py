@@ -8,6 +8,7 @@ from typing import Protocol
 
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
+from paceline_engine.timeline import StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,12 @@ class SequenceView:
     output_tokens: int
     first_token_at_s: float | None = None
     last_token_at_s: float | None = None
+    variant_changes: int = 0
+    """How often it was moved to another variant."""
+    variant_since_tokens: int = 0
+    """Its output tokens when it was last moved."""
+    variant_held: bool = False
+    """Its caller chose the variant that it runs with: a policy leaves it there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +58,8 @@ class StepState:
     block_size: int
     max_prefill_tokens: int
     """Upper bound of ``StepDecision.prefill_tokens``."""
+    previous: tuple[StepTime, ...] = ()
+    """The passes of the step before: what was run, and how long it took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +72,8 @@ class StepDecision:
     """Prompt tokens to run beside the decodes; at least 1 is run where nothing decodes."""
     variants: Mapping[SequenceKey, Variant] = field(default_factory=dict[SequenceKey, Variant])
     """Streams to move to another variant from this step on."""
+    reasons: Mapping[SequenceKey, str] = field(default_factory=dict[SequenceKey, str])
+    """Why each of ``variants`` is moved; for people, in the timeline."""
 
 
 class StepPolicy(Protocol):

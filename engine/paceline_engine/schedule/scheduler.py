@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline_engine.cache.blocks import BlockPool
+from paceline_engine.cache.pins import Pins
 from paceline_engine.cache.quality import worst
 from paceline_engine.errors import UnknownOptionError
 from paceline_engine.mode import Variant
@@ -19,7 +20,7 @@ from paceline_engine.model.base import Logits, SequenceSlice
 from paceline_engine.schedule.base import SequenceKey, StepDecision, StepPolicy, StepState
 from paceline_engine.schedule.default import urgency
 from paceline_engine.schedule.sequence import SequenceState
-from paceline_engine.timeline import TimelineEvent
+from paceline_engine.timeline import VARIANT_CHANGED, StepTime, TimelineEvent
 
 CopyBlock = Callable[[int, int], None]
 
@@ -107,16 +108,19 @@ class Scheduler:
         variants: Sequence[Variant],
         max_prefill_tokens: int,
         max_sequences: int,
+        max_pinned_share: float = 0.5,
     ) -> None:
         self.pool = pool
         self.policy = policy
         self._variants = frozenset(variants)
         self._max_prefill_tokens = max_prefill_tokens
         self._max_sequences = max_sequences
+        self.pins = Pins(pool, max_share=max_pinned_share)
         self._sequences: dict[SequenceKey, SequenceState] = {}
         self._in_flight: set[SequenceKey] = set()
         self._removed_in_flight: list[SequenceState] = []
         self._n_steps = 0
+        self._previous: tuple[StepTime, ...] = ()
 
     @property
     def sequences(self) -> Iterable[SequenceState]:
@@ -138,6 +142,7 @@ class Scheduler:
     def schedule(self, now_s: float) -> tuple[Pass, ...]:
         """Choose the step's work and allocate its blocks. ``land`` must follow when it has run."""
         self._n_steps += 1
+        self.pins.expire(now_s)
         decoding = [sequence for sequence in self.sequences if sequence.decoding]
         prefilling = [sequence for sequence in self.sequences if not sequence.decoding]
         if not decoding and not prefilling:
@@ -147,14 +152,17 @@ class Scheduler:
         selection = _Selection(self._max_sequences)
         self._select_decodes(decoding, selection, now_s)
         self._select_prefills(decision, prefilling, selection)
+        while not selection.work and self.pins.drop_oldest():
+            self._select_prefills(decision, prefilling, selection)
         for work in selection.work:
             work.sequence.last_step = self._n_steps
         self._in_flight = selection.keys
         return _passes([self._make_room_for_drafts(work) for work in selection.work])
 
-    def land(self) -> None:
-        """The step's passes have run: nothing writes to any block now."""
+    def land(self, steps: tuple[StepTime, ...] = ()) -> None:
+        """The step's passes have run, as ``steps`` tells: nothing writes to any block now."""
         self._in_flight = set()
+        self._previous = steps
         for sequence in self._removed_in_flight:
             self._give_back(sequence)
         self._removed_in_flight.clear()
@@ -200,18 +208,20 @@ class Scheduler:
         child.n_published = parent.n_published
         child.node = parent.node
 
-    def set_variant(self, sequence: SequenceState, variant: Variant, now_s: float) -> None:
+    def set_variant(self, sequence: SequenceState, variant: Variant, now_s: float, *, why: str) -> None:
         """Run the sequence with ``variant`` from the next step on."""
         if variant == sequence.variant:
             return
         sequence.events.append(
             TimelineEvent(
                 at_s=now_s,
-                name="variant_changed",
-                attributes={"from": str(sequence.variant), "to": str(variant)},
+                name=VARIANT_CHANGED,
+                attributes={"from": str(sequence.variant), "to": str(variant), "why": why},
             )
         )
         sequence.variant = variant
+        sequence.variant_changes += 1
+        sequence.variant_since_tokens = max(0, sequence.n_output)
 
     def _state(
         self, now_s: float, decoding: Iterable[SequenceState], prefilling: Iterable[SequenceState]
@@ -223,6 +233,7 @@ class Scheduler:
             free_blocks=self.pool.n_free,
             block_size=self.pool.block_size,
             max_prefill_tokens=self._max_prefill_tokens,
+            previous=self._previous,
         )
 
     def _change_variants(self, decision: StepDecision, now_s: float) -> None:
@@ -234,8 +245,9 @@ class Scheduler:
                     limit=f"one of {', '.join(sorted(self._variants))}",
                     remedy="let the step policy choose a variant that is loaded",
                 )
-            if (sequence := self._sequences.get(key)) is not None:
-                self.set_variant(sequence, variant, now_s)
+            sequence = self._sequences.get(key)
+            if sequence is not None and not sequence.variant_held:
+                self.set_variant(sequence, variant, now_s, why=decision.reasons.get(key, "the step policy"))
 
     def _select_decodes(self, decoding: Iterable[SequenceState], selection: _Selection, now_s: float) -> None:
         # Where caps do not let all of them run, those that have waited longest come first.
@@ -280,7 +292,8 @@ class Scheduler:
         blocks: list[int] = []
         match = None
         if sequence.scope is not None:
-            match = self.pool.match(sequence.reusable_ids, sequence.scope, sequence.variant)
+            mix = sequence.plan.mode.mix_cache
+            match = self.pool.match(sequence.reusable_ids, sequence.scope, sequence.variant, mix=mix)
             blocks += match.blocks
         self.pool.retain(blocks)
         missing = self._blocks_for(len(sequence.token_ids)) - len(blocks)
@@ -304,6 +317,8 @@ class Scheduler:
         while self.pool.n_free == 0:
             victims = (one for one in self.sequences if one.blocks and one.key not in selection.keys)
             victim = max(victims, key=_urgency)
+            if victim is sequence and self.pins.drop_oldest():
+                continue
             self._preempt(victim, now_s)
             if victim is sequence:
                 return

@@ -39,6 +39,11 @@ class SequenceState:
         self.weight = weight
         """Sequences that it will have become when its prompt is done."""
         self.variant = plan.mode.variant
+        self.variant_changes = 0
+        self.variant_since_tokens = 0
+        """Output tokens when ``variant`` was last changed."""
+        self.variant_held = False
+        """The caller chose ``variant``: the step policy leaves it."""
 
         self.blocks: list[int] = []
         self.n_computed = 0
@@ -101,6 +106,9 @@ class SequenceState:
             scored=self.scored,
         )
         child.variant = self.variant
+        child.variant_changes = self.variant_changes
+        child.variant_since_tokens = self.variant_since_tokens
+        child.variant_held = self.variant_held
         child.started_at_s = self.started_at_s
         child.cached_tokens = self.cached_tokens
         child.last_step = self.last_step
@@ -126,4 +134,7 @@ class SequenceState:
             output_tokens=0 if self.scored else self.n_output,
             first_token_at_s=self.first_token_at_s,
             last_token_at_s=self.last_token_at_s,
+            variant_changes=self.variant_changes,
+            variant_since_tokens=self.variant_since_tokens,
+            variant_held=self.variant_held,
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline_engine.backends.base import Progress
+from paceline_engine.backends.base import Pinning, Progress
 from paceline_engine.chunk import FinishReason
 from paceline_engine.errors import (
     ClosedError,
@@ -291,6 +291,40 @@ def test_no_messages_are_refused(harness: Any) -> None:
     """An empty conversation is an error of the caller's."""
     with pytest.raises(InvalidValueError):
         asyncio.run(harness.backend().prepare([]))
+
+
+def test_a_pin_lasts_until_it_is_ended(harness: Any) -> None:
+    """A prompt that ran can be pinned and unpinned by anyone, again and for unknown pins without harm."""
+    backend = harness.any_backend()
+    text = "a prompt of several blocks, so that some of it is cached in full: " * 4
+
+    async def main() -> None:
+        prompt = await harness.prompt(backend, text)
+
+        async def pinned(wanted: bool) -> None:
+            limit_s = time.monotonic() + 5.0
+            while bool((await backend.snapshot(prompt)).pinned_blocks) is not wanted:
+                assert time.monotonic() < limit_s, f"pinned is not {wanted} after 5 s"
+                await asyncio.sleep(0.005)
+
+        await backend.start()
+        at_start = await harness.free_blocks(backend)
+        assert isinstance(backend, Pinning)
+        await harness.run(backend, text, max_tokens=2)
+        backend.pin("tool", prompt, hold_s=60.0)
+        backend.pin("tool", prompt, hold_s=60.0)
+        await pinned(True)
+        backend.unpin("tool")
+        backend.unpin("tool")
+        backend.unpin("never made")
+        await pinned(False)
+        backend.pin("short", prompt, hold_s=0.001)
+        await pinned(False)
+        with pytest.raises(InvalidValueError, match="hold_s"):
+            backend.pin("never", prompt, hold_s=float("inf"))
+        await harness.settles_at(backend, at_start)
+
+    asyncio.run(main())
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(harness: Any) -> None:

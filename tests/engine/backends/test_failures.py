@@ -295,7 +295,8 @@ def test_changing_the_variant_reaches_the_running_stream(scripted: Any) -> None:
         backend.change_variant("moved", Variant.INT4)
         backend.change_variant("unknown", Variant.INT4)
         finish = (await read(stream))[-1].finish
-        assert [event.attributes for event in finish.timeline.events] == [{"variant": "int4"}]
+        moved = {"from": "bf16", "to": "int4", "why": "the caller"}
+        assert [event.attributes for event in finish.timeline.events] == [moved]
 
     asyncio.run(main())
 

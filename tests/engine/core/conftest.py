@@ -168,7 +168,9 @@ class Bench:
 
     def plan(self, max_tokens: int = 8, variant: Variant = Variant.BF16, **fields: object) -> Plan:
         mode = {
-            name: fields.pop(name) for name in ("prefix_cache", "batch_cap", "speculation") if name in fields
+            name: fields.pop(name)
+            for name in ("prefix_cache", "mix_cache", "batch_cap", "speculation")
+            if name in fields
         }
         return Plan(mode=Mode(variant=variant, **mode), max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
 
@@ -238,7 +240,7 @@ def make_bench() -> Callable[..., Bench]:
         *,
         context_tokens: int = 4096,
         policy: object = None,
-        **config: int,
+        **config: float,
     ) -> Bench:
         runner = HashRunner(n_blocks, block_size, context_tokens=context_tokens)
         return Bench(runner, EngineConfig(**config), policy)  # type: ignore[arg-type]

@@ -385,7 +385,7 @@ def test_change_of_variant_between_tokens(make_bench: MakeBench) -> None:
     assert [variant for variant, _ in bench.runner.passes] == [Variant.BF16] * 3 + [Variant.INT4] * 3
     (event,) = out.finish("a").timeline.events
     assert event.name == "variant_changed"
-    assert event.attributes == {"from": "bf16", "to": "int4"}
+    assert event.attributes == {"from": "bf16", "to": "int4", "why": "the caller"}
 
 
 def test_timeline(make_bench: MakeBench) -> None:

@@ -104,6 +104,40 @@ def test_a_step_policy_decides(make_bench: MakeBench) -> None:
     assert view.first_token_at_s == view.last_token_at_s is not None
 
 
+def test_a_policy_sees_what_the_last_step_took(make_bench: MakeBench) -> None:
+    """Each pass of the step before is shown to the policy with its load and its duration."""
+    policy = _Scripted()
+    bench = make_bench(policy=policy)
+    bench.runner.before_pass = lambda slices: setattr(bench.clock, "now_s", bench.clock.now_s + 0.5)
+    bench.submit("a", [1, 2, 3], bench.plan(3))
+    bench.run()
+    assert policy.states[0].previous == ()
+    shown = [
+        (step.variant, step.prefill_tokens, step.decode_tokens, round(step.ended_at_s - step.started_at_s, 1))
+        for state in policy.states[1:]
+        for step in state.previous
+    ]
+    assert shown == [("bf16", 2, 0, 0.5), ("bf16", 1, 0, 0.5), ("bf16", 0, 1, 0.5)]
+
+
+def test_the_callers_choice_of_a_variant_stands(make_bench: MakeBench) -> None:
+    """A stream that its caller moved is moved no further by the policy, and each move says why."""
+    policy = _Scripted()
+    bench = make_bench(policy=policy)
+    bench.submit("held", [1, 2, 3], bench.plan(8))
+    bench.submit("free", [4, 5, 6], bench.plan(8))
+    bench.step(4)
+    bench.engine.change_variant("held", Variant.BF16)
+    out = bench.run()
+    assert out.finish("held").timeline.events == ()
+    (event,) = out.finish("free").timeline.events
+    assert event.attributes == {"from": "bf16", "to": "int4", "why": "the step policy"}
+    held = [view for state in policy.states for view in state.decoding if view.key.request_id == "held"]
+    assert held[-1].variant_held
+    free = [view for state in policy.states for view in state.decoding if view.key.request_id == "free"]
+    assert (free[-1].variant_changes, free[-1].variant_since_tokens) == (1, 3)
+
+
 class _Silent:
     def decide_step(self, state: StepState) -> StepDecision:
         return StepDecision(prefill_order=(), prefill_tokens=0)

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib
+import math
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig
-from paceline_engine.backends.embedded.messages import RenewPolicy, check_portable, portable
+from paceline_engine.backends.embedded.messages import Pin, RenewPolicy, Unpin, check_portable, portable
 from paceline_engine.backends.embedded.session import Session
 from paceline_engine.backends.embedded.stream import (
     EmbeddedStream,
@@ -28,7 +29,7 @@ from paceline_engine.backends.embedded.stream import (
 )
 from paceline_engine.backends.embedded.supervisor import Supervisor
 from paceline_engine.chunk import Chunk, ScoreResult
-from paceline_engine.errors import BackendError, ModelLoadError, PacelineError
+from paceline_engine.errors import BackendError, InvalidValueError, ModelLoadError, PacelineError
 from paceline_engine.loading.base import Tokenizer
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
@@ -166,6 +167,33 @@ class EmbeddedBackend:
         session = self._supervisor.current
         if session is not None:
             session.change_variant(request_id, variant)
+
+    def pin(
+        self,
+        pin_id: str,
+        prompt: Prompt,
+        *,
+        hold_s: float,
+        salt: str = "",
+        adapter: str | None = None,
+    ) -> None:
+        """Keep a prompt's cached prefix from eviction. See ``base.Pinning``."""
+        check_owner(self._owner_pid)
+        if not (math.isfinite(hold_s) and hold_s > 0):
+            raise InvalidValueError(
+                "hold_s", observed=hold_s, limit="a finite time above 0", remedy="give the longest wait"
+            )
+        if (session := self._supervisor.current) is not None:
+            command = Pin(
+                pin_id=pin_id, token_ids=prompt.token_ids, hold_s=hold_s, salt=salt, adapter=adapter
+            )
+            session.transport.send(command)
+
+    def unpin(self, pin_id: str) -> None:
+        """Let a pinned prefix be evicted again. See ``base.Pinning``."""
+        check_owner(self._owner_pid)
+        if (session := self._supervisor.current) is not None:
+            session.transport.send(Unpin(pin_id=pin_id))
 
     def renew_step_policy(self, numbers: Mapping[str, Any]) -> None:
         """Give the step policy's factory new numbers, now and for workers to come. Never blocks.

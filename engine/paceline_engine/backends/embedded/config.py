@@ -38,6 +38,8 @@ class EmbeddedConfig:
     """Most prompt tokens run in one step."""
     max_sequences: int = 16
     """Most sequences that run at once."""
+    max_pinned_share: float = 0.5
+    """Share of the KV blocks that pinned prefixes may keep from eviction."""
     step_policy: str | None = None
     """``module:factory``, imported in the worker and called with ``step_policy_numbers``; it gives a
     ``schedule.base.StepPolicy``. Default: the earliest deadline first."""
@@ -75,6 +77,13 @@ class EmbeddedConfig:
                 )
         _check_counts(self)
         _check_times(self)
+        if not 0 <= self.max_pinned_share <= 1:
+            raise InvalidValueError(
+                "max_pinned_share",
+                observed=self.max_pinned_share,
+                limit="between 0 and 1",
+                remedy="leave it out for the default, or use 0 for no pins",
+            )
         if self.kv_tokens is not None and self.n_blocks is not None:
             raise InvalidValueError(
                 "n_blocks", observed=self.n_blocks, limit="given without kv_tokens", remedy="give one of them"

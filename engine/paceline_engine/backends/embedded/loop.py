@@ -18,11 +18,13 @@ from paceline_engine.backends.embedded.messages import (
     Command,
     Died,
     Event,
+    Pin,
     RenewPolicy,
     SnapshotTaken,
     Stepped,
     Submit,
     TakeSnapshot,
+    Unpin,
     portable,
 )
 from paceline_engine.core.base import StepOutput
@@ -49,6 +51,12 @@ class SteppingEngine(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     def change_variant(self, request_id: str, variant: Variant) -> None: ...
+
+    def pin(
+        self, pin_id: str, token_ids: tuple[int, ...], *, hold_s: float, salt: str, adapter: str | None
+    ) -> int: ...
+
+    def unpin(self, pin_id: str) -> None: ...
 
     def snapshot(
         self, token_ids: tuple[int, ...], *, salt: str = "", adapter: str | None = None
@@ -171,6 +179,16 @@ class EngineLoop:
                 self._engine.change_variant(command.request_id, command.variant)
             case TakeSnapshot():
                 self._emit(SnapshotTaken(call_id=command.call_id, result=self._snapshot(command)))
+            case Pin():
+                self._engine.pin(
+                    command.pin_id,
+                    command.token_ids,
+                    hold_s=command.hold_s,
+                    salt=command.salt,
+                    adapter=command.adapter,
+                )
+            case Unpin(pin_id=pin_id):
+                self._engine.unpin(pin_id)
             case RenewPolicy(numbers=numbers):
                 if self._policy is not None:
                     self._policy.renew(numbers)

@@ -60,6 +60,20 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    pin_id: str
+    token_ids: tuple[int, ...]
+    hold_s: float
+    salt: str
+    adapter: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpin:
+    pin_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RenewPolicy:
     numbers: Mapping[str, Any]
 
@@ -69,7 +83,7 @@ class Close:
     pass
 
 
-Command = Submit | Abort | ChangeVariant | TakeSnapshot | RenewPolicy | Close
+Command = Submit | Abort | ChangeVariant | TakeSnapshot | Pin | Unpin | RenewPolicy | Close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

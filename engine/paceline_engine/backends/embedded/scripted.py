@@ -39,7 +39,7 @@ from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, ScoreRequest
 from paceline_engine.schedule.base import StepPolicy
 from paceline_engine.snapshot import Snapshot
-from paceline_engine.timeline import Timeline, TimelineEvent, TokenTime
+from paceline_engine.timeline import VARIANT_CHANGED, Timeline, TimelineEvent, TokenTime
 
 CONTEXT_TOKENS = 100_000
 VOCAB_SIZE = 256
@@ -159,6 +159,8 @@ class ScriptedEngine:
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._scores: list[tuple[ScoreRequest, Plan, float]] = []
+        self._pins: dict[str, tuple[int, float]] = {}
+        """(blocks, end) of each pin."""
 
     @property
     def has_work(self) -> bool:
@@ -219,11 +221,25 @@ class ScriptedEngine:
         with self._lock:
             for sequence in (*self._waiting, *self._running):
                 if sequence.request.id == request_id:
+                    attributes = {"from": str(sequence.variant), "to": str(variant), "why": "the caller"}
                     sequence.variant = variant
-                    attributes = {"variant": str(variant)}
                     sequence.events.append(
-                        TimelineEvent(at_s=self._clock(), name="mode", attributes=attributes)
+                        TimelineEvent(at_s=self._clock(), name=VARIANT_CHANGED, attributes=attributes)
                     )
+
+    def pin(
+        self, pin_id: str, token_ids: tuple[int, ...], *, hold_s: float, salt: str, adapter: str | None
+    ) -> int:
+        """Counts the blocks, at most half of all; this engine has no cache to keep them in."""
+        with self._lock:
+            self._pins.pop(pin_id, None)
+            n_blocks = min(self._n_blocks // 2 - self._pinned(), len(token_ids) // self._block_size)
+            self._pins[pin_id] = (n_blocks, self._clock() + hold_s)
+            return n_blocks * self._block_size
+
+    def unpin(self, pin_id: str) -> None:
+        with self._lock:
+            self._pins.pop(pin_id, None)
 
     def snapshot(self, token_ids: tuple[int, ...], *, salt: str = "", adapter: str | None = None) -> Snapshot:
         with self._lock:
@@ -235,6 +251,7 @@ class ScriptedEngine:
                 free_blocks=self._free_blocks(),
                 total_blocks=self._n_blocks,
                 block_size=self._block_size,
+                pinned_blocks=self._pinned(),
             )
 
     def step(self) -> StepOutput:
@@ -283,6 +300,10 @@ class ScriptedEngine:
         self._waiting = [each for each in self._waiting if each.request.id != request_id]
         self._running = [each for each in self._running if each.request.id != request_id]
         self._scores = [each for each in self._scores if each[0].id != request_id]
+
+    def _pinned(self) -> int:
+        now_s = self._clock()
+        return sum(n_blocks for n_blocks, ends_at_s in self._pins.values() if ends_at_s > now_s)
 
     def _free_blocks(self) -> int:
         return self._n_blocks - sum(sequence.n_blocks for sequence in self._running)

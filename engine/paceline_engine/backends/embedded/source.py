@@ -67,6 +67,7 @@ def open_engine(
         config=EngineConfig(
             max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
             max_sequences=config.max_sequences,
+            max_pinned_share=config.max_pinned_share,
             model_fingerprint=fingerprint,
         ),
         step_policy=step_policy,
