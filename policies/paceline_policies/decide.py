@@ -9,6 +9,7 @@ inputs always give the same decision.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.plan import Plan
@@ -18,6 +19,7 @@ from paceline_policies.judge import (
     BackendState,
     Judged,
     Remaining,
+    fallback_variants,
     judge,
     judge_mode,
     longest_cap,
@@ -57,7 +59,13 @@ def decide(
     """
     if kind == "choose":
         max_tokens = 1
-    work = Work(max_tokens=max_tokens, kind=kind, option_tokens=tuple(option_tokens), choices=choices)
+    work = Work(
+        max_tokens=max_tokens,
+        kind=kind,
+        option_tokens=tuple(option_tokens),
+        choices=choices,
+        min_quality=slo.min_quality,
+    )
     judged = judge(backends, work, left)
     if not judged:
         raise InvalidValueError(
@@ -81,6 +89,9 @@ def infeasible_message(decision: Decision, slo: SLO) -> str:
         f"no mode fits the SLO ({slo}); the nearest is {nearest.mode.label} on {nearest.backend}: "
         f"{nearest.reason}"
     )
+    if all(each.quality < slo.min_quality for each in decision.candidates):
+        best = max(each.quality for each in decision.candidates)
+        return f"{text}; lower min_quality to {best:.3f} or less, or serve a better variant"
     remedy = decision.remedy.change if decision.remedy is not None else "allow more time"
     return f"{text}; {remedy}, or set on_infeasible='degrade' to run it anyway"
 
@@ -95,7 +106,8 @@ def _infeasible(
 ) -> Decision:
     remedy = cheapest_remedy(slo, left, backends, work, judged)
     spent = left.e2e_ms is not None and left.e2e_ms <= 0
-    if slo.on_infeasible == "reject" or (slo.hard and spent):
+    none_allowed = all(each.low_quality for each in judged)
+    if slo.on_infeasible == "reject" or (slo.hard and spent) or none_allowed:
         return Decision(
             backend=_most_likely(judged, left, slo).state.name,
             plan=None,
@@ -126,9 +138,9 @@ def _infeasible(
 def _most_likely(judged: Sequence[Judged], left: Budgets, slo: SLO) -> Judged:
     """The highest p(meet); where those are equal (all about 0), the least of the worst overshoots."""
 
-    def key(each: Judged) -> tuple[bool, float, float, float]:
+    def key(each: Judged) -> tuple[bool, bool, float, float, float]:
         worst = max(overshoots(each, left, slo.confidence).values(), default=0.0)
-        return each.misfit is not None, -each.p_meet, worst, each.forecast.at(0.5).e2e_ms
+        return each.low_quality, each.misfit is not None, -each.p_meet, worst, each.forecast.at(0.5).e2e_ms
 
     return min(judged, key=key)
 
@@ -139,7 +151,7 @@ def _shorten(slo: SLO, left: Budgets, judged: Sequence[Judged]) -> Judged | None
     cap, best = max(caps, key=lambda pair: pair[0])
     if cap < 1:
         return None
-    work = Work(max_tokens=cap, kind=best.work.kind, choices=best.work.choices)
+    work = replace(best.work, max_tokens=cap)
     return judge_mode(best.state, best.mode, work, left)
 
 
@@ -188,6 +200,7 @@ def _plan(slo: SLO, left: Budgets, chosen: Judged, now_s: float) -> Plan:
         deadline_at_s=deadline_at_s,
         hard_deadline=slo.hard and deadline_at_s is not None,
         first_token_by_s=due(left.ttft_ms) if chosen.work.kind == "chat" else due(left.e2e_ms),
+        fallback_variants=fallback_variants(chosen) if slo.adapt and chosen.work.kind == "chat" else (),
         tpot_target_s=None if left.tpot_ms is None or left.tpot_ms <= 0 else left.tpot_ms / 1e3,
         stall_limit_s=None if slo.stall_ms is None else slo.stall_ms / 1e3,
     )

@@ -32,6 +32,8 @@ class Work:
     option_tokens: tuple[int, ...] = ()
     """Tokens of each option."""
     choices: int = 1
+    min_quality: float = 0.0
+    """Modes of less are not taken, however fast."""
 
 
 class Durations(NamedTuple):

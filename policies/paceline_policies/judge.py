@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline_engine.backends.base import ModelInfo
 from paceline_engine.mode import Mode, Variant
@@ -52,6 +52,8 @@ class Judged:
     """Expected engine seconds times the gigabytes of weights that each pass reads."""
     misfit: str | None
     """Why it cannot run at all."""
+    low_quality: bool = False
+    """The caller does not allow its quality."""
 
     def candidate(self, *, chosen: bool, reason: str) -> Candidate:
         return Candidate(
@@ -68,23 +70,32 @@ class Judged:
 
 def judge(states: Sequence[BackendState], work: Work, left: Budgets) -> list[Judged]:
     """Every mode, best quality first; equal qualities by cost, then by name."""
-    judged = [judge_mode(state, mode, work, left) for state in states for mode in state.modes]
+    decodes = work.kind == "chat" and work.max_tokens > 1
+    judged = [
+        judge_mode(state, mode, work, left)
+        for state in states
+        for mode in state.modes
+        if decodes or mode.speculation is None  # where nothing is decoded there is nothing to draft
+    ]
     return sorted(judged, key=_preference)
 
 
 def judge_mode(state: BackendState, mode: Mode, work: Work, left: Budgets) -> Judged:
     forecast = state.predictor.forecast(mode, state.snapshot, work)
-    misfit = _misfit(state, work)
+    quality = (_quality(state, mode.variant) or 0.0) * state.quality_factor
+    low = quality < work.min_quality
+    misfit = f"quality {quality:.3f} < {work.min_quality:g} wanted" if low else _misfit(state, work)
     n_bytes = state.info.bytes_per_variant.get(mode.variant, _UNTOLD_BYTES)
     return Judged(
         state=state,
         mode=mode,
         work=work,
         forecast=forecast,
-        quality=(_quality(state, mode.variant) or 0.0) * state.quality_factor,
+        quality=quality,
         p_meet=0.0 if misfit else forecast.p_meet(left),
         cost=forecast.at(0.5).e2e_ms * n_bytes / 1e12,
         misfit=misfit,
+        low_quality=low,
     )
 
 
@@ -94,6 +105,20 @@ def _preference(each: Judged) -> tuple[float, int, float, str, str]:
     # Unmeasured qualities count as 0; among them the model's own order decides.
     order = 0 if measured or each.mode.variant not in variants else variants.index(each.mode.variant)
     return -each.quality, order, each.cost, each.state.name, each.mode.label
+
+
+def fallback_variants(each: Judged) -> tuple[Variant, ...]:
+    """What a stream in this mode may be moved to while it runs behind: lower variants that are allowed."""
+    state, work = each.state, each.work
+    served = [mode.variant for mode in state.modes if mode.speculation is None]
+    if each.mode.variant not in served:
+        return ()
+    below = served[served.index(each.mode.variant) + 1 :]
+    return tuple(
+        variant
+        for variant in below
+        if (_quality(state, variant) or 0.0) * state.quality_factor >= work.min_quality
+    )
 
 
 def _quality(state: BackendState, variant: Variant) -> float | None:
@@ -139,7 +164,7 @@ def longest_cap(each: Judged, left: Budgets, confidence: float) -> int | None:
 
 
 def _capped(work: Work, cap: int) -> Work:
-    return Work(max_tokens=cap, kind=work.kind, option_tokens=work.option_tokens, choices=work.choices)
+    return replace(work, max_tokens=cap)
 
 
 def overshoots(each: Judged, left: Budgets, q: float) -> dict[str, float]:

@@ -9,19 +9,22 @@ from paceline_engine.mode import Mode, Speculation, Variant
 def candidate_modes(
     info: ModelInfo,
     *,
-    speculations: tuple[Speculation, ...] = (),
+    speculations: tuple[Speculation, ...] | None = None,
     prefix_cache: bool = True,
     batch_cap: int = 8,
 ) -> tuple[Mode, ...]:
-    """One mode for each variant that the model serves, then each with every kind of speculation.
+    """Each variant that the model serves, alone and with every kind of speculation.
 
-    A variant that drafts for itself would only add work, so such pairs are left out.
+    ``speculations`` are those that the model offers, unless given. A variant that drafts for itself or for
+    a lower one would only add work, so such pairs are left out.
     """
+    variants = offered_variants(info)
+    drafters = info.speculations if speculations is None else speculations
     return tuple(
         Mode(variant=variant, speculation=speculation, prefix_cache=prefix_cache, batch_cap=batch_cap)
-        for variant in offered_variants(info)
-        for speculation in (None, *speculations)
-        if speculation is None or speculation.draft_variant is not variant
+        for rank, variant in enumerate(variants)
+        for speculation in (None, *drafters)
+        if speculation is None or speculation.draft_variant not in variants[: rank + 1]
     )
 
 

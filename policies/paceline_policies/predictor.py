@@ -20,12 +20,12 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from paceline_engine.mode import Drafter, Mode, Variant
+from paceline_engine.mode import Mode, Variant
 from paceline_engine.snapshot import Snapshot
 from paceline_engine.timeline import StepTime, Timeline
 from paceline_policies.conformal import Errors, Sample, assumed_samples, log_spread
 from paceline_policies.decision import Prediction
-from paceline_policies.drift import Acceptance, Drift, Pause
+from paceline_policies.drift import Acceptance, Drift, Pause, speculation_kind
 from paceline_policies.forecast import Budgets, Forecast, Work
 from paceline_policies.profile import Profile, VariantProfile
 from paceline_policies.step_model import StepLoad, StepModel, fit, phase_steps
@@ -40,6 +40,8 @@ _POOL_BELOW = 9
 _CALIBRATED_SPREAD = 0.1
 _ASSUMED_SPREAD = 0.7
 """Log deviation of the samples that fill up: a calibrated model errs by tenths, a guess by factors."""
+_SPECULATING_SPREAD = 0.2
+_DRAFTS_TO_FIT = 16
 _REFIT_AT = (3, 6, 12, 24, 48, 96)
 _WIDEST_RATIO = 50.0
 
@@ -56,7 +58,18 @@ class _Measured(NamedTuple):
 class _State:
     """What is known of one variant."""
 
-    __slots__ = ("assumed", "decode", "n_seen", "prefill", "samples", "seen", "step")
+    __slots__ = (
+        "assumed",
+        "decode",
+        "draft",
+        "draft_scale",
+        "draft_seen",
+        "n_seen",
+        "prefill",
+        "samples",
+        "seen",
+        "step",
+    )
 
     def __init__(self, profile: VariantProfile) -> None:
         self.step = profile.step
@@ -67,6 +80,10 @@ class _State:
         self.seen: deque[tuple[Mode, Snapshot, Timeline]] = deque(maxlen=WINDOW)
         """Kept only while the step model is a guess, to fit one."""
         self.n_seen = 0
+        self.draft = profile.draft
+        self.draft_scale = Drift(profile.draft_scale)
+        self.draft_seen: list[StepTime] = []
+        """Kept only while what a drafting pass costs is unknown."""
 
 
 class Predictor:
@@ -77,10 +94,14 @@ class Predictor:
         self._base = profile
         self._chunk_tokens = chunk_tokens
         self._states = {variant: _State(each) for variant, each in profile.variants.items()}
-        self._acceptance = Acceptance(dict(profile.acceptance))
+        self._acceptance = Acceptance(profile.acceptance, profile.proposed)
+        self._speculating: dict[str, deque[Sample]] = {
+            kind: deque(samples, maxlen=WINDOW) for kind, samples in profile.speculation_samples.items()
+        }
+        """Samples of speculating modes: they err by acceptance too, which plain ones must not inherit."""
         self._overhead = Pause(profile.overhead_s)
         self._gap = Pause(profile.gap_s)
-        self._errors: dict[Variant, Errors] = {}
+        self._errors: dict[str, Errors] = {}
 
     def knows(self, variant: Variant) -> bool:
         """Whether the variant was measured, by calibration or by traffic."""
@@ -102,6 +123,8 @@ class Predictor:
                 decode_scale=state.decode.scale,
                 samples=tuple(state.samples),
                 assumed=state.assumed,
+                draft=state.draft,
+                draft_scale=state.draft_scale.scale,
             )
             for variant, state in self._states.items()
         }
@@ -114,6 +137,8 @@ class Predictor:
             overhead_s=self._overhead.seconds,
             gap_s=self._gap.seconds,
             acceptance=self._acceptance.known,
+            proposed=self._acceptance.proposed,
+            speculation_samples={kind: tuple(found) for kind, found in self._speculating.items()},
             read_bytes_per_s=self._base.read_bytes_per_s,
         )
 
@@ -136,7 +161,7 @@ class Predictor:
 
     def forecast(self, mode: Mode, snapshot: Snapshot, work: Work) -> Forecast:
         """The durations of the work, with the errors that such predictions had of late."""
-        errors = self._errors_of(mode.variant)
+        errors = self._errors_of(mode)
         ttft = self._ttft_s(mode, snapshot, work) * 1e3
         if work.kind == "choose" or work.max_tokens <= 1:
             return Forecast(ttft_ms=ttft, tpot_ms=None, e2e_ms=ttft, errors=errors, kind=work.kind)
@@ -157,9 +182,9 @@ class Predictor:
         measured = _measured(mode, timeline)
         if measured is not None:
             forecast = self.forecast(mode, snapshot, Work(max_tokens=timeline.n_tokens))
-            state.samples.append(_ratios(measured, forecast))
+            self._samples_of(mode).append(_ratios(measured, forecast))
             self._acceptance.observe(mode, timeline)
-            if state.assumed:
+            if state.assumed and mode.speculation is None:
                 state.seen.append((mode, snapshot, timeline))
                 state.n_seen += 1
         if timeline.steps:
@@ -218,18 +243,24 @@ class Predictor:
         beside, other_s = self._beside(mode, snapshot, waiting=snapshot.waiting)
         context = snapshot.prompt_tokens + work.max_tokens / 2
         spec = mode.speculation
-        drafts = spec.max_draft_tokens if spec is not None else 0
+        drafts = self._acceptance.drafts_per_pass(mode)
         load = decode_load(
-            context_tokens=context, sequences=work.choices, tokens_each=drafts + 1, beside=beside
+            context_tokens=context, sequences=work.choices, tokens_each=1 + drafts, beside=beside
         )
         seconds = state.step.seconds(load) * state.decode.scale + other_s + self._gap.seconds
-        if spec is not None and spec.drafter is Drafter.SELF and spec.draft_variant is not None:
-            drafter = self._state(spec.draft_variant)
+        if spec is not None and spec.draft_variant is not None:
             draft = decode_load(
                 context_tokens=context, sequences=work.choices, tokens_each=1, beside=Beside()
             )
-            seconds += drafts * drafter.step.seconds(draft) * drafter.decode.scale
+            seconds += drafts * self._draft_s(spec.draft_variant, draft)
         return seconds / self._acceptance.tokens_per_pass(mode)
+
+    def _draft_s(self, variant: Variant, load: StepLoad) -> float:
+        """One pass that only drafts; until one was measured, a full pass bounds it from above."""
+        state = self._state(variant)
+        if state.draft is None:
+            return state.step.seconds(load) * state.decode.scale
+        return state.draft.seconds(load) * state.draft_scale.scale
 
     def _beside(self, mode: Mode, snapshot: Snapshot, *, waiting: int) -> tuple[Beside, float]:
         """(what shares our passes, seconds of a pass of another variant that runs between ours).
@@ -251,23 +282,43 @@ class Predictor:
 
     @staticmethod
     def _cached(mode: Mode, snapshot: Snapshot) -> int:
-        return snapshot.cached_tokens.get(mode.variant, 0) if mode.prefix_cache else 0
+        if not mode.prefix_cache:
+            return 0
+        own = snapshot.cached_tokens.get(mode.variant, 0)
+        return max(own, snapshot.cached_mixed_tokens) if mode.mix_cache else own
 
-    def _errors_of(self, variant: Variant) -> Errors:
-        """The variant's samples; while they are few, with those of other variants and assumed ones."""
-        if variant not in self._errors:
+    def _samples_of(self, mode: Mode) -> deque[Sample]:
+        """Where the errors of such modes are kept."""
+        if mode.speculation is None:
+            return self._state(mode.variant).samples
+        return self._speculating.setdefault(speculation_kind(mode), deque(maxlen=WINDOW))
+
+    def _errors_of(self, mode: Mode) -> Errors:
+        """The mode's samples; while they are few, with those of other variants and assumed ones."""
+        variant = mode.variant
+        key = str(variant) if mode.speculation is None else speculation_kind(mode)
+        if key not in self._errors:
             state = self._state(variant)
-            samples = list(state.samples)
-            if len(samples) < _POOL_BELOW and not state.assumed:
+            samples = list(self._samples_of(mode))
+            spread = _ASSUMED_SPREAD if state.assumed else _CALIBRATED_SPREAD
+            if mode.speculation is not None and len(samples) < _ENOUGH:
+                # What an answer will accept differs from the last one's: wider, until it is known.
+                missing = _ENOUGH - len(samples)
+                spread = max(spread, _SPECULATING_SPREAD)
+                samples += assumed_samples(missing, log_deviation=max(spread, log_spread(samples)))
+            elif len(samples) < _POOL_BELOW and not state.assumed:
                 others = (each for name, each in self._states.items() if name != variant and not each.assumed)
                 samples += [sample for each in others for sample in each.samples]
             if (missing := _ENOUGH - len(samples)) > 0:
-                floor = _ASSUMED_SPREAD if state.assumed else _CALIBRATED_SPREAD
-                samples += assumed_samples(missing, log_deviation=max(floor, log_spread(samples)))
-            self._errors[variant] = Errors(samples)
-        return self._errors[variant]
+                samples += assumed_samples(missing, log_deviation=max(spread, log_spread(samples)))
+            self._errors[key] = Errors(samples)
+        return self._errors[key]
 
     def _observe_steps(self, steps: Sequence[StepTime]) -> None:
+        drafting = [step for step in steps if step.drafting]
+        self._observe_drafting(drafting)
+        if drafting:
+            steps = [step for step in steps if not step.drafting]
         ratios: dict[tuple[Variant, bool], list[float]] = {}
         # A long answer has thousands of steps; some hundred, spread over it, tell the same.
         for step in (*steps[:4], *steps[4 :: max(1, len(steps) // 256)]):
@@ -280,6 +331,27 @@ class Predictor:
         for (variant, prefills), found in ratios.items():
             state = self._states[variant]
             (state.prefill if prefills else state.decode).observe(median(found))
+
+    def _observe_drafting(self, steps: Sequence[StepTime]) -> None:
+        by_variant: dict[Variant, list[StepTime]] = {}
+        for step in steps:
+            if step.ended_at_s > step.started_at_s:
+                by_variant.setdefault(step.variant, []).append(step)
+        for variant, found in by_variant.items():
+            state = self._state(variant)
+            if state.draft is None:
+                state.draft_seen += found
+                if len(state.draft_seen) >= _DRAFTS_TO_FIT:
+                    state.draft, state.draft_scale = fit(state.draft_seen), Drift()
+                    state.draft_seen = []
+                continue
+            ratios = [
+                (step.ended_at_s - step.started_at_s) / predicted
+                for step in found[:: max(1, len(found) // 256)]
+                if (predicted := state.draft.step_seconds(step)) > 0
+            ]
+            if ratios:
+                state.draft_scale.observe(median(ratios))
 
     def _observe_pauses(self, timeline: Timeline) -> None:
         if timeline.started_at_s is not None:
@@ -307,7 +379,7 @@ class Predictor:
         """
         steps = [step for _, _, timeline in state.seen for step in (timeline.steps or phase_steps(timeline))]
         variant = state.seen[0][0].variant
-        own = [step for step in steps if step.variant is variant]
+        own = [step for step in steps if step.variant is variant and not step.drafting]
         if not own:
             return
         state.step = fit(own)

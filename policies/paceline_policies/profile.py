@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,9 @@ class VariantProfile:
     """Recent ratios measured / predicted, oldest first."""
     assumed: bool = False
     """The step model is a guess that traffic has yet to replace."""
+    draft: StepModel | None = None
+    """What a pass that only drafts costs: cheaper than a full one, since its output matrix is reduced."""
+    draft_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,13 @@ class Profile:
     gap_s: float = 0.0
     """Between two steps of an idle engine."""
     acceptance: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Share of drafted tokens that were accepted, by kind of speculation."""
+    """Probability that a drafted token is accepted, by kind of speculation (``drift.speculation_kind``)."""
+    proposed: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Share of the longest draft that a pass got to verify, by kind of speculation."""
+    speculation_samples: Mapping[str, tuple[Sample, ...]] = field(
+        default_factory=dict[str, "tuple[Sample, ...]"]
+    )
+    """Recent ratios measured / predicted of speculating modes, by kind of speculation."""
     read_bytes_per_s: Mapping[Variant, float] = field(default_factory=dict[Variant, float])
     """Weights read per second by a decode step of one sequence."""
 
@@ -80,6 +89,11 @@ class Profile:
             "overhead_s": self.overhead_s,
             "gap_s": self.gap_s,
             "acceptance": dict(self.acceptance),
+            "proposed": dict(self.proposed),
+            "speculation_samples": {
+                kind: [list(sample) for sample in samples]
+                for kind, samples in self.speculation_samples.items()
+            },
             "read_bytes_per_s": {str(name): value for name, value in self.read_bytes_per_s.items()},
         }
 
@@ -106,6 +120,11 @@ class Profile:
                 overhead_s=_number(data["overhead_s"]),
                 gap_s=_number(data["gap_s"]),
                 acceptance={_text(k): min(1.0, _number(v)) for k, v in data["acceptance"].items()},
+                proposed={_text(k): min(1.0, _number(v)) for k, v in data.get("proposed", {}).items()},
+                speculation_samples={
+                    _text(kind): _samples(found)
+                    for kind, found in data.get("speculation_samples", {}).items()
+                },
                 read_bytes_per_s={Variant(k): _number(v) for k, v in data["read_bytes_per_s"].items()},
             )
         except InvalidValueError as error:
@@ -116,26 +135,42 @@ class Profile:
 
 def _variant_to_dict(each: VariantProfile) -> dict[str, Any]:
     return {
-        "step": {name: getattr(each.step, name) for name in _STEP_FIELDS},
+        "step": _step_to_dict(each.step),
         "prefill_scale": each.prefill_scale,
         "decode_scale": each.decode_scale,
         "samples": [list(sample) for sample in each.samples],
         "assumed": each.assumed,
+        "draft": None if each.draft is None else _step_to_dict(each.draft),
+        "draft_scale": each.draft_scale,
     }
 
 
+def _step_to_dict(step: StepModel) -> dict[str, float]:
+    return {name: getattr(step, name) for name in _STEP_FIELDS}
+
+
 def _variant_from_dict(data: Mapping[str, Any]) -> VariantProfile:
-    step = {name: _number(data["step"][name]) for name in _STEP_FIELDS if name != "knee"}
-    samples = [
-        (_positive(ttft), None if tpot is None else _positive(tpot), _positive(e2e))
-        for ttft, tpot, e2e in data["samples"]
-    ]
+    draft = data.get("draft")
     return VariantProfile(
-        step=StepModel(**step, knee=int(_number(data["step"]["knee"]))),
+        step=_step_from_dict(data["step"]),
         prefill_scale=_positive(data["prefill_scale"]),
         decode_scale=_positive(data["decode_scale"]),
-        samples=tuple(samples),
+        samples=_samples(data["samples"]),
         assumed=bool(data["assumed"]),
+        draft=None if draft is None else _step_from_dict(draft),
+        draft_scale=_positive(data.get("draft_scale", 1.0)),
+    )
+
+
+def _step_from_dict(data: Mapping[str, Any]) -> StepModel:
+    step = {name: _number(data[name]) for name in _STEP_FIELDS if name != "knee"}
+    return StepModel(**step, knee=int(_number(data["knee"])))
+
+
+def _samples(data: Sequence[Any]) -> tuple[Sample, ...]:
+    return tuple(
+        (_positive(ttft), None if tpot is None else _positive(tpot), _positive(e2e))
+        for ttft, tpot, e2e in data
     )
 
 

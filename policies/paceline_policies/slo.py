@@ -38,6 +38,12 @@ class SLO:
     stall_ms: float | None = 30_000.0
     """Longest wait for any next token, after which the generation fails with ``StallError``; None waits
     for ever. It is no budget: predictions and verdicts leave it out."""
+    min_quality: float = 0.0
+    """The least measured quality that may answer, at the decision and mid-stream: 1 is the reference, 0
+    allows every variant. A variant whose quality was never measured counts as 0."""
+    adapt: bool = True
+    """While a stream runs behind its budgets, move it to a faster variant of at least ``min_quality``, and
+    back to the planned one when it is ahead. False: a stream keeps the variant that it began with."""
 
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms", "e2e_ms", "stall_ms"):
@@ -67,6 +73,17 @@ class SLO:
             raise InvalidValueError(
                 "hard", observed=self.hard, limit="True or False", remedy="True ends at the deadline"
             )
+        if not isinstance(self.adapt, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidValueError(
+                "adapt", observed=self.adapt, limit="True or False", remedy="False keeps the first variant"
+            )
+        if not (_is_number(self.min_quality) and 0 <= self.min_quality <= 1):
+            raise InvalidValueError(
+                "min_quality",
+                observed=self.min_quality,
+                limit="between 0 and 1",
+                remedy="1 is the reference variant's quality, 0 allows every variant",
+            )
         if self.hard and self.e2e_ms is None:
             raise InvalidValueError("hard", observed=True, limit="used with e2e_ms", remedy="set e2e_ms")
 
@@ -77,7 +94,8 @@ class SLO:
         Names in any case (``ttft``, ``time to first token``, ``tpot``, ``itl``, ``e2e``, ``end to end``,
         ``latency``), then ``<``, ``<=``, ``:``, ``=`` or a blank, then a number with ``us``, ``ms``, ``s``
         or ``min``. Separated by ``,``, ``;``, ``and`` or a new line. Beside them ``stall<5s``,
-        ``confidence 95%``, ``hard``, and ``else degrade``, ``else shorten`` or ``else reject``.
+        ``confidence 95%``, ``quality>=0.95``, ``no adapting``, ``hard``, and ``else degrade``,
+        ``else shorten`` or ``else reject``.
 
         A budget that is not named is None. What else is not named keeps its default.
 
@@ -96,6 +114,8 @@ class SLO:
             confidence=self.confidence,
             on_infeasible=self.on_infeasible,
             hard=self.hard,
+            min_quality=self.min_quality,
+            adapt=self.adapt,
         )
 
 

@@ -22,6 +22,8 @@ _NAMES = {
     "total": "e2e_ms",
     "stall": "stall_ms",
     "confidence": "confidence",
+    "quality": "min_quality",
+    "min quality": "min_quality",
 }
 _MS_PER_UNIT = {
     "us": 1e-3,
@@ -42,8 +44,9 @@ _SEPARATOR = re.compile(r"[,;\n]|\band\b")
 _BEFORE_KEYWORD = re.compile(r"\s+(?=(?:or\s+else|(?<!or\s)else|hard|soft)\b)")
 _ELSE = re.compile(r"(?:or\s+)?else\s+(degrade|shorten|reject)")
 _HARD = re.compile(r"(hard|soft)(?:\s+deadline)?")
+_ADAPT = re.compile(r"(no )?(?:adapt|adapting)")
 _VALUE = re.compile(
-    r"(?P<name>[a-z][a-z0-9 _-]*?)\s*(?:<=|[<≤:=]|\s)\s*"
+    r"(?P<name>[a-z][a-z0-9 _-]*?)\s*(?P<sign>[<>]=|[<>≤≥:=]|\s)\s*"
     r"(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))"
     r"\s*(?P<unit>[a-zµμ]*|%)(?P<per>\s*(?:/|per\s)\s*tok(?:en)?)?"
 )
@@ -85,12 +88,18 @@ def format_fields(
     confidence: float,
     on_infeasible: str,
     hard: bool,
+    min_quality: float,
+    adapt: bool,
 ) -> str:
     """The text that ``parse_fields`` reads back to the same fields."""
     named = (("TTFT", ttft_ms), ("TPOT", tpot_ms), ("E2E", e2e_ms))
     parts = [f"{name}<{_plain(value)}ms" for name, value in named if value is not None] or ["no budgets"]
     parts.append("no stall" if stall_ms is None else f"stall<{_plain(stall_ms)}ms")
     parts.append(f"confidence {_plain(confidence)}")
+    if min_quality:
+        parts.append(f"quality>={_plain(min_quality)}")
+    if not adapt:
+        parts.append("no adapting")
     if hard:
         parts.append("hard")
     parts.append(f"else {on_infeasible}")
@@ -106,6 +115,8 @@ def _clause(clause: str) -> dict[str, Any]:
         return {"no budgets": True}
     if re.fullmatch(r"no stall(?: limit)?", clause):
         return {"stall_ms": None}
+    if match := _ADAPT.fullmatch(clause):
+        return {"adapt": not match[1]}
     match = _VALUE.fullmatch(clause)
     if match is None:
         raise _refused(clause, limit="made of budgets such as 'TTFT<200ms'", remedy=_EXAMPLE)
@@ -115,9 +126,15 @@ def _clause(clause: str) -> dict[str, Any]:
         raise _refused(clause, limit=limit, remedy=f"'{match['name']}' is none of them; {_EXAMPLE}")
     if match["per"] and field != "tpot_ms":
         raise _refused(clause, limit="per token only for TPOT", remedy="drop 'per token'")
+    if (">" in match["sign"] or "≥" in match["sign"]) and field != "min_quality":
+        raise _refused(clause, limit="an upper limit ('<') for every name but quality", remedy=_EXAMPLE)
+    if ("<" in match["sign"] or "≤" in match["sign"]) and field == "min_quality":
+        raise _refused(clause, limit="a lower limit ('>=') for quality", remedy="write 'quality>=0.95'")
     number = float(match["number"])
     if field == "confidence":
         return {field: _confidence(clause, number, match["unit"])}
+    if field == "min_quality":
+        return {field: _quality(clause, number, match["unit"])}
     return {field: _milliseconds(clause, number, match["unit"])}
 
 
@@ -139,6 +156,13 @@ def _confidence(clause: str, number: float, unit: str) -> float:
     if unit not in ("", "%") or not 0 < value < 1:
         remedy = "write 'confidence 90%' or 'confidence 0.9'"
         raise _refused(clause, limit="between 0% and 100%, both excluded", remedy=remedy)
+    return value
+
+
+def _quality(clause: str, number: float, unit: str) -> float:
+    value = number / 100 if unit == "%" else number
+    if unit not in ("", "%") or not 0 <= value <= 1:
+        raise _refused(clause, limit="between 0 and 1", remedy="write 'quality>=0.95'")
     return value
 
 

@@ -50,7 +50,7 @@ def option_load(tokens: float, *, context_tokens: int, chunk_tokens: int, beside
     return replace(load, decode_tokens=load.decode_tokens + tokens)
 
 
-def decode_load(*, context_tokens: float, sequences: float, tokens_each: int, beside: Beside) -> StepLoad:
+def decode_load(*, context_tokens: float, sequences: float, tokens_each: float, beside: Beside) -> StepLoad:
     """One decode pass of ``sequences`` sequences, each running ``tokens_each`` tokens (more than 1 verifies).
 
     ``context_tokens`` is the context of each of them.
