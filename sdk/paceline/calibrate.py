@@ -17,6 +17,7 @@ from typing import Literal
 from uuid import uuid4
 
 from paceline import profiles
+from paceline.calibrate_drafts import calibrate_drafts
 from paceline.policy import Served
 from paceline_engine.backends.base import OnProgress, Progress
 from paceline_engine.mode import Mode, Variant
@@ -99,6 +100,7 @@ async def calibrate(served: Served, *, quick: bool = False, on_progress: OnProgr
         runs.extend((probe, line) for line in lines)
     qualities = await measure_quality(served, quick=quick, on_progress=on_progress)
     profile = fit_profile(served.info, runs, version=version(), qualities=qualities)
+    profile = await calibrate_drafts(served, profile)
     on_progress(Progress(stage="calibrate", done=1.0))
     return profile
 

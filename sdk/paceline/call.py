@@ -102,6 +102,7 @@ async def decide(desk: Desk, wanted: Wanted) -> Decided:
         max_tokens=max_tokens,
         option_tokens=tuple(1 + len(text) // CHARACTERS_PER_TOKEN for text in wanted.choices),
         n=wanted.options.n,
+        mix_cache=wanted.options.mix_cache,
     )
     decision = desk.policy.decide(ask, {name: snapshot for name, (_, snapshot) in looks.items()})
     name = decision.backend if decision.backend in looks else next(iter(looks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import os
 import threading
 import time
@@ -18,17 +19,19 @@ from uuid import uuid4
 from paceline.calibrate import ProfileOption, profile_of
 from paceline.ledger import Clock, Ledger
 from paceline.options import check_messages, check_name, check_slo
+from paceline.pin import PrefixPin
 from paceline.planner import Planner
 from paceline.policy import Ask, Policy, Served
 from paceline.progress import default_progress
 from paceline.turn import AsyncTurn, Messages, Ready, Tools
-from paceline_engine.backends.base import Backend, ModelInfo, OnProgress
+from paceline_engine.backends.base import Backend, ModelInfo, OnProgress, Pinning
 from paceline_engine.chunk import Usage
 from paceline_engine.errors import ClosedError, InvalidValueError, MissingExtraError, UnknownOptionError
 from paceline_engine.mode import Mode, Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest
 from paceline_engine.snapshot import Snapshot
+from paceline_policies.pacing import STEP_POLICY
 from paceline_policies.profile import Profile
 from paceline_policies.slo import SLO
 
@@ -251,17 +254,23 @@ class AsyncClient:
         tools: Tools | None = None,
         salt: str = "",
         adapter: str | None = None,
+        pin_s: float | None = None,
     ) -> Usage:
         """Prefill a prefix, such as a long system policy, into the prefix cache ahead of any turn.
 
         One token is generated at the best variant, whose blocks serve all others too. It counts against
         no turn's budgets. Returns the usage on the first backend. Blocks that no turn has used for long
-        give way when the KV cache is full.
+        give way when the KV cache is full; ``pin_s`` keeps these for so many seconds, within a share of
+        the cache, where the backend can.
 
         Raises:
             InvalidValueError: no messages, or messages that the chat template refuses.
             ClosedError, GenerationError: as any generation.
         """
+        if pin_s is not None and not (math.isfinite(pin_s) and pin_s > 0):
+            raise InvalidValueError(
+                "pin_s", observed=pin_s, limit="a finite time above 0, or None", remedy="give seconds"
+            )
         checked = check_messages(messages)
         ready = await self._started()
 
@@ -275,6 +284,8 @@ class AsyncClient:
             async for chunk in served.backend.submit(request, plan):
                 if chunk.finish is not None:
                     usage = chunk.finish.usage
+            if pin_s is not None and isinstance(served.backend, Pinning):
+                PrefixPin(served.backend, prompt, salt=salt, adapter=adapter, hold_s=pin_s)
             return usage
 
         return (await asyncio.gather(*(one(served) for served in ready.served.values())))[0]
@@ -341,4 +352,4 @@ def _embedded(model: str, options: dict[str, Any]) -> Backend:
         raise MissingExtraError("engine", needed_for="the embedded engine")
     from paceline_engine.backends.embedded import EmbeddedBackend, EmbeddedConfig
 
-    return EmbeddedBackend(EmbeddedConfig(model=model, **options))
+    return EmbeddedBackend(EmbeddedConfig(model=model, step_policy=STEP_POLICY, **options))

@@ -60,6 +60,8 @@ class GenerateOptions(TypedDict, total=False):
     """A regular expression that the whole answer has to match."""
     one_of: Sequence[str] | None
     """The answer is one of these texts."""
+    mix_cache: bool
+    """Let the prefix cache serve what lower variants computed; by default quality is not mixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,8 @@ class Options:
     grammar: Grammar | None = None
     parse: Callable[[str], Any] | None = None
     """From the text of a choice to the value that its JSON schema describes."""
+    mix_cache: bool = False
+    """Let the prefix cache serve what lower variants computed; by default quality is not mixed."""
 
 
 _GRAMMARS = ("json_schema", "regex", "one_of")
@@ -252,6 +256,8 @@ def _check_type(name: str, value: object) -> None:
         require(value is None or _is_int(value), "an integer or None", "use None for none")
     elif name == "ignore_eos":
         require(isinstance(value, bool), "True or False", "False ends at the model's end tokens")
+    elif name == "mix_cache":
+        require(isinstance(value, bool), "True or False", "False serves no cache of a lower variant")
     elif name == "salt":
         require(isinstance(value, str), "a text", "use one text for each tenant")
     elif name == "adapter":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.policy import Ask, Served
+from paceline.step_policy import StepPolicyLink
 from paceline_engine.mode import Mode
 from paceline_engine.snapshot import Snapshot
 from paceline_engine.timeline import Timeline
@@ -25,6 +26,12 @@ class _Known:
     predictor: Predictor
     modes: tuple[Mode, ...]
     save: Callable[[Profile], object] | None
+    step_policy: StepPolicyLink | None
+
+    @property
+    def mixing_modes(self) -> tuple[Mode, ...]:
+        """The modes with a prefix cache that serves what lower variants computed."""
+        return tuple(replace(mode, mix_cache=True) for mode in self.modes)
 
 
 class Planner:
@@ -45,9 +52,13 @@ class Planner:
                 predictor=Predictor(profiles[name], chunk_tokens=_chunk_tokens(each)),
                 modes=candidate_modes(each.info),
                 save=(save or {}).get(name),
+                step_policy=StepPolicyLink.of(each.backend),
             )
             for name, each in served.items()
         }
+        for known in self._known.values():
+            if known.step_policy is not None:
+                known.step_policy.renew(known.predictor.profile)
 
     def decide(self, ask: Ask, snapshots: Mapping[str, Snapshot]) -> Decision:
         states = [
@@ -56,7 +67,7 @@ class Planner:
                 snapshot=snapshot,
                 predictor=self._known[name].predictor,
                 info=self._known[name].served.info,
-                modes=self._known[name].modes,
+                modes=self._known[name].mixing_modes if ask.mix_cache else self._known[name].modes,
             )
             for name, snapshot in snapshots.items()
         ]
@@ -93,11 +104,13 @@ class Planner:
         return max(0.0, found[0] - found[1])
 
     def observe(self, decision: Decision, snapshot: Snapshot, timeline: Timeline) -> None:
-        if decision.plan is not None:
-            with self._lock:
-                self._known[decision.backend].predictor.observe(
-                    decision.plan.mode, snapshot, decision.prediction, timeline
-                )
+        if decision.plan is None:
+            return
+        known = self._known[decision.backend]
+        with self._lock:
+            known.predictor.observe(decision.plan.mode, snapshot, decision.prediction, timeline)
+            if known.step_policy is not None:
+                known.step_policy.renew(known.predictor.profile)
 
     def profile(self, backend: str) -> Profile:
         """What is known of a backend now."""

@@ -35,6 +35,8 @@ class Ask:
     option_tokens: tuple[int, ...] = ()
     """Tokens of each option, where they are scored."""
     n: int = 1
+    mix_cache: bool = False
+    """The prefix cache may serve what lower variants computed."""
 
 
 class Policy(Protocol):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from paceline.report import GenerationRecord, Report, Verdict
-from paceline_engine.timeline import Phase, Timeline
+from paceline_engine.timeline import VARIANT_CHANGED, Phase, Timeline
 from paceline_policies.decision import Candidate, Decision, Estimate, Prediction
 from paceline_policies.slo import SLO
 
@@ -64,8 +65,24 @@ def _waterfall(report: Report) -> Iterable[str]:
         width = max(1, round((phase.ended_at_s - phase.started_at_s) / total_s * _BAR))
         bar = (" " * left + "#" * min(width, _BAR - left)).ljust(_BAR)
         yield f"  {_phase_label(phase):<{_LABEL}}|{bar}|{_ms(phase.duration_ms):>9}"
+    yield from _marks(report, total_s)
     if len(report.phases) > _MOST_ROWS:
         yield f"  ... and {len(report.phases) - _MOST_ROWS} more phases"
+
+
+def _marks(report: Report, total_s: float) -> Iterable[str]:
+    """A row for each change of variant, with a mark at its moment."""
+    moves = [
+        (number, event)
+        for number, record in enumerate(report.generations, start=1)
+        for event in record.timeline.events
+        if event.name == VARIANT_CHANGED
+    ]
+    for number, event in moves[:_MOST_ROWS]:
+        at_s = event.at_s - report.started_at_s
+        place = min(max(round(at_s / total_s * _BAR), 0), _BAR - 1)
+        label = f"{number} {event.attributes.get('from', '?')} > {event.attributes.get('to', '?')}"
+        yield f"  {label:<{_LABEL}}|{' ' * place + '^':<{_BAR}}|{_ms(at_s * 1e3):>9}"
 
 
 def _phase_label(phase: Phase) -> str:
@@ -92,6 +109,12 @@ def _generation_lines(number: int, record: GenerationRecord) -> Iterable[str]:
         f"{usage.cached_tokens} of them cached, {usage.completion_tokens} out, ended: {end}",
         2,
     )
+    for event in record.timeline.events:
+        if event.name == VARIANT_CHANGED:
+            facts = event.attributes
+            at_ms = (event.at_s - record.called_at_s) * 1e3
+            moved = f"{_ms(at_ms)} after the call: {facts.get('from', '?')} to {facts.get('to', '?')}"
+            yield _fit(f"{moved}, {facts.get('why', 'no reason given')}", 4)
     for line in _decision_lines(record.decision):
         yield f"  {line}"
 
@@ -172,6 +195,7 @@ def report_to_dict(report: Report) -> dict[str, Any]:
                 "started_ms": (tool.started_at_s - zero) * 1e3,
                 "duration_ms": (tool.ended_at_s - tool.started_at_s) * 1e3,
                 "error": tool.error,
+                "pinned_tokens": tool.pinned_tokens,
             }
             for tool in report.tools
         ],
@@ -179,8 +203,7 @@ def report_to_dict(report: Report) -> dict[str, Any]:
 
 
 def slo_dict(slo: SLO) -> dict[str, Any]:
-    names = ("ttft_ms", "tpot_ms", "e2e_ms", "confidence", "on_infeasible", "hard", "stall_ms")
-    return {name: getattr(slo, name) for name in names}
+    return {field.name: getattr(slo, field.name) for field in fields(slo)}
 
 
 def decision_dict(decision: Decision) -> dict[str, Any]:

@@ -67,6 +67,8 @@ class ToolRecord:
     started_at_s: float
     ended_at_s: float
     error: str | None = None
+    pinned_tokens: int = 0
+    """Tokens of the prompt that was to stay cached while it ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,17 @@ from typing import Any, Self, cast
 
 from paceline.answer import Answer
 from paceline.call import Call, Desk, Wanted, decide
+from paceline_engine.backends.base import VariantChanging
 from paceline_engine.chunk import Chunk, FinishReason, Usage
-from paceline_engine.errors import BackendError, ClosedError, DeadlineExpiredError, GenerationError
+from paceline_engine.errors import (
+    BackendError,
+    ClosedError,
+    DeadlineExpiredError,
+    GenerationError,
+    InvalidValueError,
+    UnknownOptionError,
+)
+from paceline_engine.mode import Variant
 from paceline_engine.request import GenerationRequest
 from paceline_policies.decision import Decision
 
@@ -181,6 +190,44 @@ class AsyncStream:
         """None while it runs."""
         record = None if self._call is None else self._call.record
         return None if record is None else record.usage
+
+    async def change_variant(self, variant: Variant | str) -> None:
+        """Run the rest of the generation as ``variant``, from its next token on.
+
+        The step policy leaves it there, whatever the budgets say. Nothing happens where it has ended.
+
+        Raises:
+            InvalidValueError: it has not begun, or its backend cannot change variants.
+            UnknownOptionError: a variant that the backend does not serve.
+        """
+        call = self._call
+        if call is None or self._source is None:
+            if self._done or self._closed is not None:
+                return
+            raise InvalidValueError(
+                "variant",
+                observed=str(variant),
+                limit="changed once the stream has begun",
+                remedy="take the first chunk before, or give the client only the variants that may run",
+            )
+        if call.ended:
+            return
+        served = call.decided.served
+        if variant not in served.info.variants:
+            raise UnknownOptionError(
+                "variant",
+                observed=str(variant),
+                limit=f"one of {', '.join(served.info.variants)}",
+                remedy="choose a variant that the backend serves",
+            )
+        if not isinstance(served.backend, VariantChanging):
+            raise InvalidValueError(
+                "variant",
+                observed=str(variant),
+                limit=f"fixed: backend '{served.backend.name}' cannot move a stream that runs",
+                remedy="use the embedded engine, or start a new stream",
+            )
+        served.backend.change_variant(call.id, Variant(variant))
 
     async def answer(self) -> Answer:
         """Take what is left and give the whole answer."""

@@ -186,10 +186,13 @@ class Client:
         tools: Tools | None = None,
         salt: str = "",
         adapter: str | None = None,
+        pin_s: float | None = None,
     ) -> Usage:
         """Prefill a prefix into the prefix cache ahead of any turn. As ``AsyncClient.warm``."""
         self._client._check_usable()
-        return self._loop.call(self._client.warm(messages, tools=tools, salt=salt, adapter=adapter))
+        return self._loop.call(
+            self._client.warm(messages, tools=tools, salt=salt, adapter=adapter, pin_s=pin_s)
+        )
 
 
 class Turn:
@@ -322,9 +325,9 @@ class Turn:
             self._turn.plan(messages, max_tokens=max_tokens, tools=tools, slo=slo, **options)
         )
 
-    def tool(self, name: str, *, attributes: Mapping[str, Any] | None = None) -> ToolCall:
-        """Time a tool's run as part of the turn: ``with turn.tool("lookup"):``."""
-        return self._turn.tool(name, attributes=attributes)
+    def tool(self, name: str, *, attributes: Mapping[str, Any] | None = None, pin: bool = True) -> ToolCall:
+        """Time a tool's run as part of the turn: ``with turn.tool("lookup"):``. See ``AsyncTurn.tool``."""
+        return self._turn.tool(name, attributes=attributes, pin=pin)
 
 
 class Stream:
@@ -345,6 +348,10 @@ class Stream:
         if chunk is None:
             raise StopIteration
         return chunk
+
+    def change_variant(self, variant: Variant | str) -> None:
+        """See ``AsyncStream.change_variant``."""
+        self._loop.call(self._stream.change_variant(variant))
 
     def close(self) -> None:
         """Cancel the generation, where it still runs; calling it again does nothing."""

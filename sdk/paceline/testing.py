@@ -145,6 +145,8 @@ class ScriptedBackend:
         received: every call in order, with its plan.
         cancelled: ids of the requests that were left before their end.
         running: ids of the requests that run now.
+        pinned: the prompts that are pinned now, by the pin's id.
+        moved: (request id, variant) of each change that a caller asked for; what is said stays the same.
     """
 
     def __init__(
@@ -184,6 +186,8 @@ class ScriptedBackend:
         self.received: list[Received] = []
         self.cancelled: list[str] = []
         self.running: set[str] = set()
+        self.pinned: dict[str, Prompt] = {}
+        self.moved: list[tuple[str, Variant]] = []
 
     @property
     def name(self) -> str:
@@ -282,6 +286,23 @@ class ScriptedBackend:
                 prompt_tokens=usage.prompt_tokens,
             ),
         )
+
+    def pin(
+        self,
+        pin_id: str,
+        prompt: Prompt,
+        *,
+        hold_s: float,
+        salt: str = "",
+        adapter: str | None = None,
+    ) -> None:
+        self.pinned[pin_id] = prompt
+
+    def unpin(self, pin_id: str) -> None:
+        self.pinned.pop(pin_id, None)
+
+    def change_variant(self, request_id: str, variant: Variant) -> None:
+        self.moved.append((request_id, variant))
 
     async def aclose(self) -> None:
         self._closed = True

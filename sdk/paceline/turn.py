@@ -21,6 +21,7 @@ from paceline.options import (
     check_slo,
     parse_options,
 )
+from paceline.pin import PrefixPin
 from paceline.policy import Policy, Served
 from paceline.report import GenerationRecord, Report, ToolRecord, build_report
 from paceline.stream import AsyncStream
@@ -82,6 +83,8 @@ class AsyncTurn:
         self._closed = False
         self._outer: AsyncTurn | Turn | None = None
         self._activation: Activation | None = None
+        self._last_call: Call | None = None
+        """The model call that ended last: what a tool's run is likely to continue."""
 
     async def __aenter__(self) -> Self:
         await self._enter()
@@ -329,19 +332,22 @@ class AsyncTurn:
         )
         return (await decide(self._usable(), wanted)).decision
 
-    def tool(self, name: str, *, attributes: Mapping[str, Any] | None = None) -> ToolCall:
+    def tool(self, name: str, *, attributes: Mapping[str, Any] | None = None, pin: bool = True) -> ToolCall:
         """Time a tool's run as part of the turn: ``with turn.tool("lookup"):``, or ``async with``.
 
-        An error in the block is recorded and goes on to the caller.
+        An error in the block is recorded and goes on to the caller. While it runs, the prompt of the
+        turn's last generation stays in the KV cache, so that other traffic does not evict what the next
+        generation begins with: for a minute at most, within a share of the cache, where the backend can.
 
         Args:
             name: of the tool, for traces and reports.
             attributes: recorded on the tool's span, apart from those named for content (see
                 docs/tracing.md).
+            pin: False leaves the prompt to the cache's own order of eviction.
         """
         check_name(name)
         self._usable()
-        return ToolCall(self, name, attributes)
+        return ToolCall(self, name, attributes, pin=pin)
 
     def _opened(self) -> Desk:
         if self._desk is None:
@@ -359,6 +365,8 @@ class AsyncTurn:
 
     def _keep(self, call: Call, record: GenerationRecord) -> None:
         self._records.append(record)
+        if record.error is None:
+            self._last_call = call
         if self._desk is not None and record.error is None and record.finish_reason != FinishReason.CANCELLED:
             self._desk.policy.observe(record.decision, call.decided.snapshot, record.timeline)
 
@@ -379,8 +387,12 @@ class AsyncTurn:
 class ToolCall:
     """One run of a tool in a turn; a context manager, with and without ``async``."""
 
-    def __init__(self, turn: AsyncTurn, name: str, attributes: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, turn: AsyncTurn, name: str, attributes: Mapping[str, Any] | None, *, pin: bool = False
+    ) -> None:
         self._turn = turn
+        self._wants_pin = pin
+        self._pin: PrefixPin | None = None
         self._name = name
         self._attributes = attributes
         self._span: ToolSpan | None = None
@@ -392,8 +404,14 @@ class ToolCall:
             raise ClosedError("a tool's run can be entered only once: call turn.tool() again")
         desk = self._turn._usable()
         self._started_at_s = desk.clock()
+        last = self._turn._last_call
+        if self._wants_pin and last is not None:
+            self._pin = PrefixPin.of(last)
         self._span = desk.span.start_tool(
-            self._name, started_at_s=self._started_at_s, attributes=self._attributes
+            self._name,
+            started_at_s=self._started_at_s,
+            attributes=self._attributes,
+            pinned_tokens=self._pinned_tokens,
         )
         self._turn._open_tools.add(self)
         from paceline.tracing.context import activate
@@ -416,12 +434,23 @@ class ToolCall:
 
     def so_far(self, now_s: float) -> ToolRecord:
         assert self._started_at_s is not None
-        return ToolRecord(name=self._name, started_at_s=self._started_at_s, ended_at_s=now_s)
+        return ToolRecord(
+            name=self._name,
+            started_at_s=self._started_at_s,
+            ended_at_s=now_s,
+            pinned_tokens=self._pinned_tokens,
+        )
+
+    @property
+    def _pinned_tokens(self) -> int:
+        return 0 if self._pin is None else self._pin.n_tokens
 
     def _end(self, error: BaseException | None) -> None:
         if self not in self._turn._open_tools:
             return
         self._turn._open_tools.discard(self)
+        if self._pin is not None:
+            self._pin.end()
         if self._activation is not None:
             self._activation.end()
         assert self._span is not None
@@ -433,6 +462,7 @@ class ToolCall:
                 started_at_s=self._started_at_s,
                 ended_at_s=ended_at_s,
                 error=None if error is None else f"{type(error).__name__}: {error}",
+                pinned_tokens=self._pinned_tokens,
             )
         )
         self._span.end(ended_at_s=ended_at_s, error=error)

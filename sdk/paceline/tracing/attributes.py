@@ -13,6 +13,7 @@ from opentelemetry.util.types import AttributeValue
 from paceline.report import GenerationRecord, Report, Verdict
 from paceline.tracing import names
 from paceline_engine.request import GenerationRequest, SamplingParams, ScoreRequest
+from paceline_engine.timeline import VARIANT_CHANGED
 from paceline_policies.decision import Candidate, Decision, Prediction
 from paceline_policies.slo import SLO
 
@@ -28,6 +29,8 @@ def of_slo(slo: SLO) -> Attributes:
         names.SLO_CONFIDENCE: slo.confidence,
         names.SLO_ON_INFEASIBLE: slo.on_infeasible,
         names.SLO_HARD: slo.hard,
+        names.SLO_MIN_QUALITY: slo.min_quality,
+        names.SLO_ADAPT: slo.adapt,
     }
     for budget, limit_ms in (("ttft", slo.ttft_ms), ("tpot", slo.tpot_ms), ("e2e", slo.e2e_ms)):
         if limit_ms is not None:
@@ -92,6 +95,12 @@ def of_record(record: GenerationRecord) -> Attributes:
         names.USAGE_OUTPUT_TOKENS: record.usage.completion_tokens,
         names.USAGE_CACHE_READ_INPUT_TOKENS: record.usage.cached_tokens,
     }
+    line = record.timeline
+    if moves := sum(event.name == VARIANT_CHANGED for event in line.events):
+        found[names.VARIANT_CHANGES] = moves
+    if line.drafted_tokens:
+        found[names.DRAFTED_TOKENS] = line.drafted_tokens
+        found[names.ACCEPTED_TOKENS] = line.accepted_tokens
     if record.finish_reason is not None:
         found[names.RESPONSE_FINISH_REASONS] = [str(record.finish_reason)]
     return found

@@ -67,6 +67,8 @@ SLO_BLAME: Final = "paceline.slo.blame"
 SLO_CONFIDENCE: Final = "paceline.slo.confidence"
 SLO_ON_INFEASIBLE: Final = "paceline.slo.on_infeasible"
 SLO_HARD: Final = "paceline.slo.hard"
+SLO_MIN_QUALITY: Final = "paceline.slo.min_quality"
+SLO_ADAPT: Final = "paceline.slo.adapt"
 GENERATIONS: Final = "paceline.generations"
 CANCELLED: Final = "paceline.cancelled"
 
@@ -79,6 +81,14 @@ OPTIONS: Final = "paceline.options"
 GRAMMAR: Final = "paceline.grammar"
 """What the output keeps to: ``json_schema``, ``regex`` or ``one_of``."""
 DECISION: Final = "paceline.decision"
+VARIANT_CHANGES: Final = "paceline.variant_changes"
+"""How often the stream was moved to another variant; each move is an event of its decode span."""
+DRAFTED_TOKENS: Final = "paceline.drafted_tokens"
+ACCEPTED_TOKENS: Final = "paceline.accepted_tokens"
+
+# Paceline: attributes of a tool
+CACHE_PINNED_TOKENS: Final = "paceline.cache.pinned_prompt_tokens"
+"""Tokens of the prompt that was to stay cached while the tool ran."""
 
 # Paceline: attributes of a deadline event and of verdicts
 BUDGET: Final = "paceline.slo.budget"

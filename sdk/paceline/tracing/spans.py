@@ -78,7 +78,12 @@ class TurnSpan(Protocol):
     ) -> ChatSpan: ...
 
     def start_tool(
-        self, name: str, *, started_at_s: float, attributes: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        *,
+        started_at_s: float,
+        attributes: Mapping[str, Any] | None = None,
+        pinned_tokens: int = 0,
     ) -> ToolSpan: ...
 
     def end(self, report: Report, *, error: BaseException | None = None) -> None: ...

@@ -168,7 +168,12 @@ class RecordedTurn:
         return chat
 
     def start_tool(
-        self, name: str, *, started_at_s: float, attributes: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        *,
+        started_at_s: float,
+        attributes: Mapping[str, Any] | None = None,
+        pinned_tokens: int = 0,
     ) -> RecordedTool:
         recorder, parent, name = self._recorder, self._parent(), content.label(name)
         span = recorder.tracer.start_span(
@@ -177,6 +182,8 @@ class RecordedTurn:
             start_time=recorder.anchor.wall(started_at_s),
             attributes={names.OPERATION_NAME: names.EXECUTE_TOOL, names.TOOL_NAME: name},
         )
+        if pinned_tokens:
+            span.set_attribute(names.CACHE_PINNED_TOKENS, pinned_tokens)
         if attributes and span.is_recording():
             settings = recorder.settings
             with harmless():
