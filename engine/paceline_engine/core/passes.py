@@ -10,6 +10,7 @@ import torch
 
 from paceline_engine.core.generation import Choice, Generation
 from paceline_engine.core.scoring import Scoring
+from paceline_engine.cuda.faults import device_is_lost
 from paceline_engine.model.base import ModelRunner
 from paceline_engine.sampling.sampler import Drawn, Row, Undrawable, draw_tokens, score_tokens
 from paceline_engine.schedule.scheduler import Pass, Work
@@ -66,11 +67,17 @@ def run_pass(
     requests: Mapping[str, Generation | Scoring],
     clock: Callable[[], float],
 ) -> PassResult:
-    """One forward pass, then the draws and scores that its logits are for."""
+    """One forward pass, then the draws and scores that its logits are for.
+
+    Raises:
+        RuntimeError: the device is lost, and with it every later pass.
+    """
     started_at_s = clock()
     try:
         results = _forward(part, runner, requests, clock)
     except Exception as error:
+        if device_is_lost(error):
+            raise
         return PassResult(ran=part, step=_step_time(part, started_at_s, clock()), error=error)
     return PassResult(ran=part, step=_step_time(part, started_at_s, clock()), results=results)
 

@@ -155,8 +155,12 @@ class UniformPlan:
         """fp32 q [S * n_rows, n_heads, head_dim] over one layer's cache; fp32 in the same shape."""
         reach = self.reaches[window]
         keys, values = (cache[reach.blocks].flatten(0, 2) for cache in (k_cache, v_cache))
-        run = flash_attention if self.flash and keys.dtype == torch.bfloat16 else masked_attention
-        mixed = run(
+        use_flash = self.flash and keys.dtype == torch.bfloat16
+        if not use_flash:
+            # A mask adds minus infinity, and a NaN that an earlier sequence left would stay one.
+            unused = self._unused(reach, keys.shape[0])
+            keys, values = (part.masked_fill_(unused, 0.0) for part in (keys, values))
+        mixed = (flash_attention if use_flash else masked_attention)(
             q.to(keys.dtype),
             keys,
             values,
@@ -167,6 +171,12 @@ class UniformPlan:
             window=window,
         )
         return mixed.float()
+
+    @staticmethod
+    def _unused(reach: _Reach, n_gathered: int) -> Tensor:
+        """bool [S * C, 1, 1]: the gathered positions that hold nothing of their sequence."""
+        columns = torch.arange(n_gathered // reach.used.shape[0], device=reach.used.device)
+        return (columns >= reach.used[:, None]).flatten()[:, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

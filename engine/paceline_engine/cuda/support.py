@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def place(matrix: Matrix, support: Support) -> Matrix:
         case Int4Weight() if support.int4:
             codes, tiles = matrices.tinygemm_codes(matrix), matrices.tinygemm_tiles(matrix)
             return DeviceInt4(
-                weight=matrix,
+                weight=replace(matrix, n_inputs=matrix.n_inputs.cpu()),  # reading it must not wait
                 n_inputs=matrix.shape[1],
                 packed=torch._convert_weight_to_int4pack(codes, tiles),
                 scale_and_zero=matrices.tinygemm_scale_and_zero(matrix),

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from paceline_engine.backends.base import OnProgress, Progress
+from paceline_engine.cuda.faults import MemoryBudget, memory_explained
+from paceline_engine.cuda.graphs import Capture, DecodeGraphs, DecodeInputs, Sizes, cuda_capture
 from paceline_engine.cuda.support import Support
 from paceline_engine.loading.base import Checkpoint
 from paceline_engine.mode import Variant
-from paceline_engine.model.base import SequenceSlice, Vocabulary
+from paceline_engine.model.base import Logits, SequenceSlice, Vocabulary
 from paceline_engine.model.batch import PackedBatch, PlannedAttention
 from paceline_engine.model.decoder import Decoder
 from paceline_engine.model.head import OutputHead
@@ -23,6 +25,9 @@ from paceline_engine.model.spec import ModelSpec
 from paceline_engine.model.weights import DecoderWeights
 from paceline_engine.quant.matrix import Matrix, to_device
 from paceline_engine.quant.store import OnFraction, WeightStore
+
+_MOST_GATHERED_BYTES = 1 << 28
+"""Keys and values that a captured step may gather for one layer."""
 
 
 class TorchRunner:
@@ -52,6 +57,9 @@ class TorchRunner:
         self._weights: dict[Variant, DecoderWeights] = {}
         self._embeddings: dict[Variant, Matrix] = {}
         self._heads: dict[Variant, OutputHead] = {}
+        # Where steps are captured the last block is scratch, and nobody's.
+        self._n_blocks = kv.n_blocks if support is None else kv.n_blocks - 1
+        self._graphs: DecodeGraphs[Variant] | None = None
 
     @classmethod
     def load(
@@ -87,15 +95,23 @@ class TorchRunner:
         where = torch.device(device)
         if kv_dtype is None:
             kv_dtype = torch.float32 if set(variants) == {Variant.FP32} else torch.bfloat16
-        kv = PagedKV.allocate(
-            checkpoint.spec, n_blocks=n_blocks, block_size=block_size, dtype=kv_dtype, device=where
+        budget = MemoryBudget.of_kv(
+            checkpoint.spec, n_blocks=n_blocks, block_size=block_size, kv_dtype=kv_dtype, device=where
         )
-        store = WeightStore(checkpoint, directory=cache_dir)
-        if support is None and where.type != "cpu":
-            support = Support.probe(where)
-        runner = cls(checkpoint, variants=variants, kv=kv, store=store, support=support)
-        if not lazy:
-            runner._load_all(on_progress if on_progress is not None else lambda _: None)
+        with memory_explained(str(checkpoint.path), budget):
+            if support is None and where.type != "cpu":
+                support = Support.probe(where)
+            kv = PagedKV.allocate(
+                checkpoint.spec,
+                n_blocks=n_blocks if support is None else n_blocks + 1,
+                block_size=block_size,
+                dtype=kv_dtype,
+                device=where,
+            )
+            store = WeightStore(checkpoint, directory=cache_dir)
+            runner = cls(checkpoint, variants=variants, kv=kv, store=store, support=support)
+            if not lazy:
+                runner._load_all(on_progress if on_progress is not None else lambda _: None)
         return runner
 
     @property
@@ -104,7 +120,7 @@ class TorchRunner:
 
     @property
     def n_blocks(self) -> int:
-        return self._kv.n_blocks
+        return self._n_blocks
 
     @property
     def block_size(self) -> int:
@@ -127,12 +143,61 @@ class TorchRunner:
     ) -> Tensor:
         """One pass over all slices; writes their KV. fp32 logits [rows, vocab_size]."""
         assert variant in self._variants, f"{variant} is not among the runner's variants"
+        try:
+            return self._forward(slices, variant, vocabulary)
+        except torch.OutOfMemoryError:
+            # What the allocator keeps for sizes that are not asked for now may be all that is missing.
+            torch.cuda.empty_cache()
+        return self._forward(slices, variant, vocabulary)
+
+    def capture_decode(
+        self, *, max_sequences: int, variants: Sequence[Variant] | None = None, capture: Capture | None = None
+    ) -> int:
+        """Capture decode steps of up to ``max_sequences`` ahead of their use; nothing on a CPU.
+
+        Args:
+            variants: those to capture; None for all.
+            capture: how; None for CUDA graphs.
+
+        Returns:
+            how many steps are captured.
+        """
+        if self._attention is None or (capture is None and self._device.type != "cuda"):
+            return 0
+        keys = self._kv.layers[0][0]
+        block_bytes = 2 * keys[0].numel() * keys.element_size()
+        longest = -(-self._spec.context_tokens // self.block_size)
+        self._graphs = DecodeGraphs(
+            self._decode_step,
+            sizes=Sizes.of(
+                max_sequences=max_sequences,
+                max_blocks=min(longest, self._n_blocks),
+                block_size=self.block_size,
+                most_gathered_blocks=max(longest, _MOST_GATHERED_BYTES // block_bytes),
+            ),
+            block_size=self.block_size,
+            scratch_block=self._n_blocks,
+            device=self._device,
+            capture=capture if capture is not None else cuda_capture(self._device),
+        )
+        with torch.inference_mode():
+            for variant in self._variants if variants is None else variants:
+                self._weights_of(variant)
+                if not self._graphs.capture_all(variant):
+                    break
+        return self._graphs.n_captured
+
+    def _forward(
+        self, slices: Sequence[SequenceSlice], variant: Variant, vocabulary: Vocabulary | None
+    ) -> Tensor:
         weights = self._weights_of(variant)
         with torch.inference_mode():
-            batch = PackedBatch.pack(
-                slices, block_size=self.block_size, device=self._device, attention=self._attention
-            )
-            hidden = self._decoder.forward(batch, weights, self._kv)
+            hidden = self._replayed(slices, variant)
+            if hidden is None:
+                batch = PackedBatch.pack(
+                    slices, block_size=self.block_size, device=self._device, attention=self._attention
+                )
+                hidden = self._decoder.forward(batch, weights, self._kv)
             if not hidden.shape[0]:
                 return hidden.new_empty((0, self._spec.vocab_size))
             # A GPU reads the whole output matrix in less time than it takes to pick rows.
@@ -141,6 +206,26 @@ class TorchRunner:
             if variant not in self._heads:
                 self._heads[variant] = OutputHead(weights.output)
             return self._heads[variant].logits(hidden, vocabulary)
+
+    def _replayed(self, slices: Sequence[SequenceSlice], variant: Variant) -> Tensor | None:
+        """What a captured step gives, fp32 [S, hidden]; None where there is none for these slices."""
+        if self._graphs is None:
+            return None
+        if any(len(item.token_ids) > 1 or item.logits is Logits.NONE for item in slices):
+            return None
+        return self._graphs.run(variant, slices)
+
+    def _decode_step(self, variant: Variant, inputs: DecodeInputs) -> Tensor:
+        assert self._attention is not None
+        plan = self._attention.plan_uniform(inputs.block_tables, inputs.positions, block_size=self.block_size)
+        batch = PackedBatch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            meta=plan,
+            logit_rows=None,
+        )
+        return self._decoder.forward(batch, self._weights[variant], self._kv)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in all layers (copy on write)."""

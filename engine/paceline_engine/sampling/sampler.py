@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline_engine.sampling.constraint import ConstraintFault
+from paceline_engine.sampling.device import best_on_device, choose_on_device
 from paceline_engine.sampling.rules import DrawRule
 
 _FIRST_LOOK = 1024
@@ -71,13 +72,14 @@ def score_tokens(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[
         token_ids: one for each of ``rows``.
     """
     unique = sorted(set(rows))
-    log_totals: dict[int, torch.Tensor] = {}
-    for start in range(0, len(unique), _SCORE_ROWS):
-        part = unique[start : start + _SCORE_ROWS]
-        log_totals.update(zip(part, torch.logsumexp(logits[part], dim=-1), strict=True))
-    return [
-        float(logits[row, token_id] - log_totals[row]) for row, token_id in zip(rows, token_ids, strict=True)
-    ]
+    if not unique:
+        return []
+    parts = (unique[start : start + _SCORE_ROWS] for start in range(0, len(unique), _SCORE_ROWS))
+    log_totals = torch.cat([torch.logsumexp(logits[part], dim=-1) for part in parts])
+    places = {row: place for place, row in enumerate(unique)}
+    chosen = logits[list(rows), list(token_ids)] - log_totals[[places[row] for row in rows]]
+    scores: list[float] = chosen.tolist()
+    return scores
 
 
 def _draw_row(
@@ -126,14 +128,15 @@ def _best(logits: torch.Tensor, rows: Sequence[int]) -> dict[int, tuple[int, flo
         # NumPy's argmax is vectorized, torch's is not: 0.02 against 0.25 ms for 262,144 entries.
         array = logits.detach().numpy()
         return {at: (best := int(array[at].argmax()), float(array[at, best])) for at in rows}
-    values, indices = logits[list(rows)].max(dim=-1)
-    return dict(zip(rows, zip(indices.tolist(), values.tolist(), strict=True), strict=True))
+    return best_on_device(logits, rows)
 
 
 def _draw_by_chance(logits: torch.Tensor, rule: DrawRule, position: int, best: float) -> int:
     """Temperature, then top-k, top-p (Holtzman et al., 2020) and min-p (Nguyen et al., 2024), then draw."""
     params = rule.params
     scaled = (logits - best) / params.temperature  # [vocab], largest is 0
+    if not logits.is_cpu:
+        return choose_on_device(scaled, params, rule.stream.uniform(position))
     weights, ids = _kept(scaled, top_k=params.top_k, top_p=params.top_p)
     if params.min_p > 0:
         weights = weights.where(weights >= params.min_p, 0.0)  # the largest weight is exp(0) = 1

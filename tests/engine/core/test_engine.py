@@ -463,3 +463,16 @@ def test_requests_from_many_threads(make_bench: MakeBench, greedy_ids: GreedyIds
             assert out.ids(f"{number}.{i}") == expected[: finish.usage.completion_tokens]
             assert (finish.reason is FinishReason.LENGTH) or i % 3 == 2
     assert bench.free == 12
+
+
+def test_a_lost_device_ends_the_engine_and_not_one_request(make_bench: Callable[..., Any]) -> None:
+    """An error after which the device answers nothing is the step's; others end their own request."""
+    bench = make_bench()
+
+    def lose(_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    bench.submit("a", [1, 2, 3])
+    bench.runner.before_pass = lose
+    with pytest.raises(torch.AcceleratorError):
+        bench.step()

@@ -99,3 +99,19 @@ def test_a_window_gathers_no_more_than_it_reaches() -> None:
     )
     assert unequal.gathered[None].slots.shape == (102,)
     assert unequal.gathered[5].slots.shape == (6,)
+
+
+def test_what_an_earlier_sequence_left_behind_is_never_read() -> None:
+    """NaN in the unused rest of a block, and in blocks past the context, reaches no result."""
+    blocks = tables(2)
+    k, v = cache()
+    q = queries(2)
+    plan = UniformPlan.build(
+        blocks.long(), torch.tensor([5, 9]), n_rows=1, windows=(None,), block_size=BLOCK_SIZE, flash=False
+    )
+    expected = plan.attend(q, k, v, scale=0.3, window=None)
+    for sequence, used in ((0, 6), (1, 10)):
+        for position in range(used, blocks.shape[1] * BLOCK_SIZE):
+            for part in (k, v):
+                part[blocks[sequence, position // BLOCK_SIZE], position % BLOCK_SIZE] = torch.nan
+    torch.testing.assert_close(plan.attend(q, k, v, scale=0.3, window=None), expected)

@@ -59,6 +59,7 @@ def open_engine(
     )
     on_progress(Progress(stage="load", done=0.9, message="first pass of each variant"))
     _warm(runner)
+    runner.capture_decode(max_sequences=config.max_sequences)
     on_progress(Progress(stage="load", done=1.0))
     fingerprint = _fingerprint(checkpoint.digest, config, device)
     engine = Engine(
@@ -114,7 +115,7 @@ def _device(name: str) -> torch.device:
     import torch
 
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:

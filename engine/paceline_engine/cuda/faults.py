@@ -1,0 +1,68 @@
+"""What can go wrong on a GPU, in the terms of our errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from paceline_engine.errors import ModelLoadError
+from paceline_engine.model.spec import ModelSpec
+
+_GIB = 1 << 30
+
+
+def device_is_lost(error: Exception) -> bool:
+    """Whether nothing can run on the device after ``error``: an illegal access, or the device is gone.
+
+    CUDA answers every later call with the same error, so the process has to end. Memory that runs out, and
+    a library that refuses one call, are none of these.
+    """
+    kind: type[Exception] | None = getattr(torch, "AcceleratorError", None)
+    if kind is not None:
+        return isinstance(error, kind)
+    text = str(error)
+    return type(error) is RuntimeError and text.startswith("CUDA error: ") and "CUBLAS" not in text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """What the KV cache needs of a GPU's memory."""
+
+    kv_bytes: int
+    free_bytes: int
+    device: torch.device
+
+    @classmethod
+    def of_kv(
+        cls, spec: ModelSpec, *, n_blocks: int, block_size: int, kv_dtype: torch.dtype, device: torch.device
+    ) -> MemoryBudget | None:
+        """None on a CPU, whose memory is taken as it is written."""
+        if device.type != "cuda":
+            return None
+        per_token = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * kv_dtype.itemsize
+        free, _ = torch.cuda.mem_get_info(device)
+        return cls(kv_bytes=n_blocks * block_size * per_token, free_bytes=free, device=device)
+
+    def explain(self) -> str:
+        kv, free = (f"{n / _GIB:.2f} GiB" for n in (self.kv_bytes, self.free_bytes))
+        return f"{free} are free on {self.device}, of which the KV cache needs {kv} beside the weights"
+
+
+@contextlib.contextmanager
+def memory_explained(model: str, budget: MemoryBudget | None) -> Iterator[None]:
+    """Turn memory that runs out while loading into an error that says what took it.
+
+    Raises:
+        ModelLoadError: memory ran out, or would at once.
+    """
+    remedy = "set a smaller kv_tokens, load fewer variants, or choose another device"
+    if budget is not None and budget.kv_bytes > budget.free_bytes:
+        raise ModelLoadError(model, reason=budget.explain(), remedy=remedy)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0] if budget is None else budget.explain()
+        raise ModelLoadError(model, reason=reason, remedy=remedy) from error
