@@ -204,12 +204,16 @@ def _forget_in_forked_children(transport: ProcessTransport) -> None:
 def _environment(n_threads: int) -> dict[str, str]:
     """Ours, with our import path and the thread counts that libraries read when they are loaded."""
     threads = str(n_threads)
+    # A thread that spins at the end of an operator takes the core from the one that it waits for, as soon
+    # as anything else runs here.
+    waiting = os.environ.get("OMP_WAIT_POLICY", "passive")
     paths = [path or os.getcwd() for path in sys.path]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": waiting,
     }
 
 
