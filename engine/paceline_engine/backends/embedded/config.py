@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 from paceline_engine.backends.embedded.cores import usable_cores
 from paceline_engine.errors import InvalidValueError
-from paceline_engine.mode import Variant
+from paceline_engine.mode import Drafter, Speculation, Variant
 
 DEFAULT_KV_TOKENS = 16_384
+_SELF_DRAFTS = 4
+_NGRAM_DRAFTS = 8
+"""Drafts of repeated text cost only their verification."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,9 @@ class EmbeddedConfig:
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: CUDA where there is one."""
     variants: tuple[Variant, ...] = (Variant.BF16, Variant.INT8, Variant.INT4)
     """What plans may ask for, best quality first."""
+    speculations: tuple[Speculation, ...] | None = None
+    """Ways to draft that are offered to plans. Default: ``int4`` drafting for the others, with repeated text
+    first, where it is loaded beside another variant; and repeated text alone."""
     kv_tokens: int | None = None
     """Tokens that the KV cache holds. Default: 16,384, less where the model's context is small."""
     n_blocks: int | None = None
@@ -67,6 +73,9 @@ class EmbeddedConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variants", _variants(self.variants))
+        if self.speculations is not None:
+            object.__setattr__(self, "speculations", tuple(self.speculations))
+            _check_speculations(self.speculations, self.variants)
         for name in ("step_policy_numbers", "source_options"):
             # A copy of our own: later changes of the caller's must not reach a worker to come.
             object.__setattr__(self, name, dict(getattr(self, name)))
@@ -104,6 +113,19 @@ class EmbeddedConfig:
             )
 
     @property
+    def offered_speculations(self) -> tuple[Speculation, ...]:
+        """``speculations`` with its default filled in."""
+        if self.speculations is not None:
+            return self.speculations
+        ngram = Speculation(drafter=Drafter.NGRAM, max_draft_tokens=_NGRAM_DRAFTS)
+        if Variant.INT4 not in self.variants or len(self.variants) == 1:
+            return (ngram,)
+        with_model = Speculation(
+            drafter=Drafter.SELF, max_draft_tokens=_SELF_DRAFTS, draft_variant=Variant.INT4
+        )
+        return (with_model, ngram)
+
+    @property
     def threads(self) -> int:
         """``n_threads`` with its default filled in."""
         return usable_cores() if self.n_threads is None else self.n_threads
@@ -132,6 +154,17 @@ def _variants(given: object) -> tuple[Variant, ...]:
             "variants", observed=given, limit="at least one, each of them once", remedy=remedy
         )
     return variants
+
+
+def _check_speculations(speculations: tuple[Speculation, ...], variants: tuple[Variant, ...]) -> None:
+    for speculation in speculations:
+        if speculation.draft_variant not in (None, *variants):
+            raise InvalidValueError(
+                "speculations",
+                observed=f"drafts of {speculation.draft_variant}",
+                limit=f"drafts of {', '.join(variants)}",
+                remedy="load the variant that is to draft, or leave speculations out for the default",
+            )
 
 
 def _check_counts(config: EmbeddedConfig) -> None:

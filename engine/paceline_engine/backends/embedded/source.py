@@ -79,6 +79,7 @@ def open_engine(
         context_tokens=checkpoint.spec.context_tokens,
         vocab_size=checkpoint.spec.vocab_size,
         variants=config.variants,
+        speculations=config.offered_speculations,
         bytes_per_variant=dict(runner.bytes_per_variant()),
         device=device.type,
         device_name=_device_name(device),
