@@ -8,7 +8,7 @@ from torch import Tensor
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.kernels.weights import INT4_GROUP, Fp8Weight, Int4Weight, Int8Weight, pack_nibbles
 
-_FP8_MAX = 448.0
+FP8_MAX = 448.0
 _CHUNK_ELEMENTS = 1 << 21
 """Rows are packed in chunks of about this many weights, so that temporaries stay in the cache."""
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.62)
@@ -16,26 +16,26 @@ _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.62)
 
 def pack_int8(weight: Tensor) -> Int8Weight:
     """Round fp32 [N, K] to int8 with one scale for each row."""
-    weight = _checked(weight)
+    weight = checked(weight)
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(weight.shape[0])
     for rows in _row_chunks(weight):
         part = weight[rows].float()
-        step = _row_peak(part) / 127.0
-        codes[rows] = (part / _nonzero(step)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        step = row_peak(part) / 127.0
+        codes[rows] = (part / nonzero(step)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         scale[rows] = step
     return Int8Weight(codes=codes, scale=scale)
 
 
 def pack_fp8(weight: Tensor) -> Fp8Weight:
     """Round fp32 [N, K] to e4m3fn with one scale for each row."""
-    weight = _checked(weight)
+    weight = checked(weight)
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scale = torch.empty(weight.shape[0])
     for rows in _row_chunks(weight):
         part = weight[rows].float()
-        step = _row_peak(part) / _FP8_MAX
-        scaled = (part / _nonzero(step)[:, None]).clamp_(-_FP8_MAX, _FP8_MAX)
+        step = row_peak(part) / FP8_MAX
+        scaled = (part / nonzero(step)[:, None]).clamp_(-FP8_MAX, FP8_MAX)
         codes[rows] = scaled.to(torch.float8_e4m3fn)
         scale[rows] = step
     return Fp8Weight(codes=codes, scale=scale)
@@ -47,7 +47,7 @@ def pack_int4(weight: Tensor) -> Int4Weight:
     For each group several clipped ranges are tried, each refined by a least-squares fit of scale and
     minimum to the codes it gives; the one with the smallest squared error stays.
     """
-    weight = _checked(weight)
+    weight = checked(weight)
     n_rows, n_inputs = weight.shape
     n_groups = -(-n_inputs // INT4_GROUP)
     codes = torch.empty((n_rows, n_groups * INT4_GROUP // 2), dtype=torch.uint8)
@@ -60,19 +60,28 @@ def pack_int4(weight: Tensor) -> Int4Weight:
             filler = part[:, -1:].expand(-1, n_groups * INT4_GROUP - n_inputs)
             part = torch.cat([part, filler], dim=1)
         groups = part.view(-1, n_groups, INT4_GROUP)
-        best_codes, scale[rows], minimum[rows] = _search_int4(groups)
+        best_codes, scale[rows], minimum[rows] = search_int4(groups)
         codes[rows] = pack_nibbles(best_codes)
     return Int4Weight(codes=codes, scale=scale, minimum=minimum, n_inputs=torch.tensor(n_inputs))
 
 
-def _search_int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best codes [rows, n_groups, 32], scales and minimums [rows, n_groups] for these groups."""
+def search_int4(
+    groups: Tensor, importance: Tensor | None = None, *, clips: tuple[float, ...] = _CLIPS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best codes [rows, n_groups, 32], scales and minimums [rows, n_groups] for these groups.
+
+    Args:
+        groups: fp32 [rows, n_groups, 32].
+        importance: fp32 [n_groups, 32], what the squared error of each column counts; None for all alike.
+        clips: shares of a group's range to try.
+    """
     low, high = groups.amin(-1), groups.amax(-1)
     middle, half = (low + high) / 2, (high - low) / 2
-    best = _encode_int4(groups, half * (2 / 15), low)
-    for clip in _CLIPS:
-        first = _encode_int4(groups, half * (clip * 2 / 15), middle - half * clip)
-        for candidate in (first, _encode_int4(groups, *_fit(groups, *first[:3]))):
+    best = _encode_int4(groups, half * (2 / 15), low, importance)
+    for clip in clips:
+        first = _encode_int4(groups, half * (clip * 2 / 15), middle - half * clip, importance)
+        fitted = _fit(groups, *first[:3], importance)
+        for candidate in (first, _encode_int4(groups, *fitted, importance)):
             better = candidate[3] < best[3]
             best = (
                 torch.where(better[..., None], candidate[0], best[0]),
@@ -83,21 +92,33 @@ def _search_int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return best[0].to(torch.uint8), best[1], best[2]
 
 
-def _encode_int4(groups: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _encode_int4(
+    groups: Tensor, scale: Tensor, minimum: Tensor, importance: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes (as floats), the stored bf16 scale and minimum, and the squared error of each group."""
     stored_scale, stored_minimum = scale.bfloat16(), minimum.bfloat16()
     step, base = stored_scale.float(), stored_minimum.float()
-    codes = (groups - base[..., None]).div_(_nonzero(step)[..., None]).round_().clamp_(0, 15)
-    error = torch.addcmul(base[..., None], codes, step[..., None]).sub_(groups).square_().sum(-1)
-    return codes, stored_scale, stored_minimum, error
+    codes = (groups - base[..., None]).div_(nonzero(step)[..., None]).round_().clamp_(0, 15)
+    error = torch.addcmul(base[..., None], codes, step[..., None]).sub_(groups).square_()
+    if importance is not None:
+        error *= importance
+    return codes, stored_scale, stored_minimum, error.sum(-1)
 
 
-def _fit(groups: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+def _fit(
+    groups: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, importance: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Least-squares scale and minimum for fixed codes; where all codes are alike, what there was."""
-    mean_code, mean = codes.mean(-1), groups.mean(-1)
-    spread = codes - mean_code[..., None]
-    variance = spread.square().sum(-1)
-    fitted = (spread * groups).sum(-1) / _nonzero(variance)
+    if importance is None:
+        mean_code, mean = codes.mean(-1), groups.mean(-1)
+        spread = weighted = codes - mean_code[..., None]
+    else:
+        shares = importance / importance.sum(-1, keepdim=True)
+        mean_code, mean = (codes * shares).sum(-1), (groups * shares).sum(-1)
+        spread = codes - mean_code[..., None]
+        weighted = spread * shares
+    variance = (spread * weighted).sum(-1)
+    fitted = (weighted * groups).sum(-1) / nonzero(variance)
     usable = (variance > 0) & (fitted > 0)
     return (
         torch.where(usable, fitted, scale.float()),
@@ -105,11 +126,11 @@ def _fit(groups: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor) -> tuple
     )
 
 
-def _row_peak(part: Tensor) -> Tensor:
+def row_peak(part: Tensor) -> Tensor:
     return part.abs().amax(1) if part.shape[1] else part.new_zeros(part.shape[0])
 
 
-def _nonzero(step: Tensor) -> Tensor:
+def nonzero(step: Tensor) -> Tensor:
     """The step to divide by: 1 where it is 0, since all codes are 0 there anyway."""
     return torch.where(step == 0, 1.0, step)
 
@@ -120,7 +141,7 @@ def _row_chunks(weight: Tensor) -> list[slice]:
     return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, size)]
 
 
-def _checked(weight: Tensor) -> Tensor:
+def checked(weight: Tensor) -> Tensor:
     if weight.ndim != 2 or not weight.is_floating_point():
         raise InvalidValueError(
             "weight",

@@ -7,6 +7,8 @@ the families is in ``ModelSpec``. Activations and the residual stream are fp32 i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,13 +19,18 @@ from paceline_engine.model.ops import attention, linear
 from paceline_engine.model.rope import Rope
 from paceline_engine.model.spec import LayerKind, ModelSpec
 from paceline_engine.model.weights import DecoderWeights, LayerWeights
+from paceline_engine.quant.matrix import Matrix
+
+Multiply = Callable[[Tensor, Matrix], Tensor]
+"""fp32 x [M, K] and a matrix [N, K] to x @ matrix.T, fp32 [M, N]."""
 
 
 class Decoder:
     """Runs packed tokens through the layers of one spec, with the weights of any variant."""
 
-    def __init__(self, spec: ModelSpec, *, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, *, device: torch.device, multiply: Multiply = linear) -> None:
         self._spec = spec
+        self._linear = multiply
         full = Rope.build(spec.rope, head_dim=spec.head_dim, device=device)
         self._ropes = {LayerKind.FULL: full, LayerKind.SLIDING: full}
         if spec.local_rope is not None:
@@ -49,15 +56,15 @@ class Decoder:
                 if not mixed.shape[0]:
                     return mixed.new_empty((0, spec.hidden_size))
             normed = kernels.residual_norm(
-                _add_bias(linear(mixed, layer.o), layer.o_bias),
+                _add_bias(self._linear(mixed, layer.o), layer.o_bias),
                 residual,
                 layer.ffn_norm,
                 spec.norm_eps,
                 post_weight=layer.post_attention_norm,
             )
-            gated = kernels.gated_activation(linear(normed, layer.gate_up), spec.activation)
+            gated = kernels.gated_activation(self._linear(normed, layer.gate_up), spec.activation)
             normed = kernels.residual_norm(
-                linear(gated, layer.down),
+                self._linear(gated, layer.down),
                 residual,
                 weights.final_norm if is_last else weights.layers[index + 1].attention_norm,
                 spec.norm_eps,
@@ -78,7 +85,7 @@ class Decoder:
         spec = self._spec
         keys, values = kv.layers[index]
         q = kernels.rope_and_cache(
-            linear(normed, layer.qkv),
+            self._linear(normed, layer.qkv),
             *rotation,
             batch.slots,
             keys,

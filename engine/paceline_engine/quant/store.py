@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline_engine.errors import InvalidValueError, ModelLoadError
+from paceline_engine.kernels.packing import checked
 from paceline_engine.loading.base import Checkpoint
 from paceline_engine.loading.cache import cache_dir, write_atomically
 from paceline_engine.mode import Variant
 from paceline_engine.quant import layout
+from paceline_engine.quant.calibrated import calibration_ids, is_worth_it, round_checkpoint
 from paceline_engine.quant.layout import Part
 from paceline_engine.quant.matrix import Matrix, pack, unpack
 
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
 """Raised whenever the layout or the rounding of a variant changes."""
 OnFraction = Callable[[float, str], None]
 _SEPARATOR = ":"
@@ -126,24 +129,49 @@ class WeightStore:
     def _convert(
         self, parts: tuple[Part, ...], variant: Variant, on_fraction: OnFraction | None
     ) -> dict[str, Matrix]:
-        found: dict[str, Matrix] = {}
         total = sum(part.shape[0] * part.shape[1] for part in parts)
         done = 0
-        for part in parts:
-            source = self._source(part)
-            try:
-                found[part.name] = pack(source, variant)
-            except InvalidValueError as error:
-                raise ModelLoadError(
-                    str(self._checkpoint.path),
-                    reason=f"its values cannot be rounded to {variant}: {error}",
-                    remedy="fetch the model again",
-                    tensor=part.sources[0],
-                ) from error
+
+        def count(part: Part) -> None:
+            nonlocal done
             done += part.shape[0] * part.shape[1]
             if on_fraction is not None:
                 on_fraction(done / total, f"{variant}: {part.name}")
+
+        if is_worth_it(self._checkpoint.spec, variant):
+
+            def finite(part: Part) -> Tensor:
+                with self._naming(part, variant):
+                    return checked(self._source(part))
+
+            return round_checkpoint(
+                self._checkpoint,
+                variant,
+                source=finite,
+                vectors=self.vectors(),
+                sequences=calibration_ids(self._checkpoint),
+                on_part=count,
+            )
+        found: dict[str, Matrix] = {}
+        for part in parts:
+            source = self._source(part)
+            with self._naming(part, variant):
+                found[part.name] = pack(source, variant)
+            count(part)
         return found
+
+    @contextmanager
+    def _naming(self, part: Part, variant: Variant) -> Generator[None]:
+        """Name the tensor whose values cannot be rounded."""
+        try:
+            yield
+        except InvalidValueError as error:
+            raise ModelLoadError(
+                str(self._checkpoint.path),
+                reason=f"its values cannot be rounded to {variant}: {error}",
+                remedy="fetch the model again",
+                tensor=part.sources[0],
+            ) from error
 
     def _header(self, kind: str) -> dict[str, str]:
         return {"paceline": FORMAT_VERSION, "digest": self._checkpoint.digest, "kind": kind}

@@ -96,7 +96,7 @@ def test_second_start_reads_no_tensor_of_the_checkpoint(variant: Variant, tmp_pa
     assert same(made, found)
 
 
-@pytest.mark.parametrize("variant", CACHED)
+@pytest.mark.parametrize("variant", [Variant.BF16, Variant.INT8])
 def test_stacking_rounds_like_single_matrices(variant: Variant, tmp_path: Path) -> None:
     """The stacked q, k and v hold what each would hold alone."""
     from paceline_engine.quant.matrix import pack

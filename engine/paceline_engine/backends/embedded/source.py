@@ -144,7 +144,12 @@ def _fingerprint(digest: str, config: EmbeddedConfig, device: torch.device) -> s
     """Of the weights and of what else changes the speed or the last bits of the output."""
     import torch
 
-    parts = (digest, device.type, str(config.threads), str(config.block_size), torch.__version__)
+    from paceline_engine.quant.store import FORMAT_VERSION
+
+    parts = (
+        *(digest, FORMAT_VERSION, device.type),
+        *(str(config.threads), str(config.block_size), torch.__version__),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
