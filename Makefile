@@ -6,13 +6,16 @@ CORE   := build/core
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find sdk policies engine -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' -o -name '*.md') pyproject.toml build_kernels.py
 
-.PHONY: demo test lint core format dev clean
+.PHONY: demo test gpu lint core format dev clean
 
 demo: $(VENV)/.installed-demo  ## one turn of an airline agent, on a real model
 	$(BIN)/paceline demo
 
 test: $(VENV)/.installed-dev  ## every test, against the built wheel
 	$(BIN)/python -m pytest
+
+gpu: $(VENV)/.installed-dev  ## checks and measurements on one CUDA device; status 77 where there is none
+	$(BIN)/python tests/engine/gpu/check_cuda.py
 
 lint: $(VENV)/.installed-dev  ## lint, format, types, import contracts
 	$(BIN)/ruff check .
