@@ -118,9 +118,9 @@ class DeviceFp8:
 class DeviceInt8:
     """int8 weights times int8 activations, with a scale for each row of both.
 
-    A decode step reads the weights once however many rows there are, so up to 16 rows bring their rounding
-    error along as rows of their own: activations of about 15 bits at the same cost. A prefill is bound by
-    multiplication and takes 8 bits.
+    Activations have outliers: rounded to 8 bits they cost Gemma 3 270M three times the error of the int8
+    weights. So each row brings its rounding error along as a row of its own, which makes about 15 bits. A
+    decode step reads the weights once all the same; a prefill multiplies twice, at twice bf16's rate.
     """
 
     weight: Int8Weight
@@ -143,8 +143,6 @@ class DeviceInt8:
         n_rows = x.shape[0]
         step = x.abs().amax(1, keepdim=True).div_(_INT8_MAX).clamp_(min=_SMALLEST)  # [M, 1]
         codes = (x / step).round_().clamp_(-_INT8_MAX, _INT8_MAX)
-        if 2 * n_rows > _INT_MM_ROWS:
-            return self._sums(codes).mul_(step).mul_(self.weight.scale)
         # |x / step - codes| ≤ 1/2, so twice 127 steps of the rest fit in one step of the codes.
         rest = (x / step).sub_(codes).mul_(2 * _INT8_MAX).round_().clamp_(-_INT8_MAX, _INT8_MAX)
         sums = self._sums(torch.cat([codes, rest]))
