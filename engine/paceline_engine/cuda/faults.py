@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ class MemoryBudget:
 
 
 @contextlib.contextmanager
-def memory_explained(model: str, budget: MemoryBudget | None) -> Iterator[None]:
+def memory_explained(model: str, budget: MemoryBudget | None) -> Generator[None, None, None]:
     """Turn memory that runs out while loading into an error that says what took it.
 
     Raises:

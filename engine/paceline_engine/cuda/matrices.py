@@ -108,7 +108,7 @@ class DeviceFp8:
     def multiply(self, x: Tensor) -> Tensor:
         step = x.abs().amax(1, keepdim=True).div_(_FP8_MAX).clamp_(min=_SMALLEST)  # [M, 1]
         codes = (x / step).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
-        sums = torch._scaled_mm(
+        sums = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             codes, self.weight.codes.t(), scale_a=self.one, scale_b=self.one, out_dtype=torch.float32
         )
         return sums.mul_(step).mul_(self.weight.scale)
@@ -154,7 +154,7 @@ class DeviceInt8:
         missing = max(0, _INT_MM_ROWS - codes.shape[0])
         if missing:
             codes = functional.pad(codes, (0, 0, 0, missing))
-        sums = torch._int_mm(codes.to(torch.int8), self.weight.codes.t()).float()
+        sums = torch._int_mm(codes.to(torch.int8), self.weight.codes.t()).float()  # pyright: ignore[reportPrivateImportUsage]
         return sums[: codes.shape[0] - missing]
 
 
@@ -193,7 +193,7 @@ class DeviceInt4:
             return bf16_product(x, self._values(None, torch.bfloat16), wide_output=self.wide_output)
         n_padded = self.scale_and_zero.shape[0] * INT4_GROUP
         x = functional.pad(x.to(torch.bfloat16), (0, n_padded - self.n_inputs))
-        out = torch._weight_int4pack_mm(x, self.packed, INT4_GROUP, self.scale_and_zero)
+        out = torch._weight_int4pack_mm(x, self.packed, INT4_GROUP, self.scale_and_zero)  # pyright: ignore[reportPrivateImportUsage]
         return out[:, : self.shape[0]].float()
 
     def _values(self, rows: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -68,7 +68,7 @@ def place(matrix: Matrix, support: Support) -> Matrix:
             return DeviceInt4(
                 weight=replace(matrix, n_inputs=matrix.n_inputs.cpu()),  # reading it must not wait
                 n_inputs=matrix.shape[1],
-                packed=torch._convert_weight_to_int4pack(codes, tiles),
+                packed=torch._convert_weight_to_int4pack(codes, tiles),  # pyright: ignore[reportPrivateImportUsage]
                 scale_and_zero=matrices.tinygemm_scale_and_zero(matrix),
                 wide_output=support.wide_output,
             )
