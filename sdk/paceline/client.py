@@ -346,10 +346,15 @@ def _named(backend: Backend | Sequence[Backend]) -> dict[str, Backend]:
     return dict(zip(names, backends, strict=True))
 
 
-def _embedded(model: str, options: dict[str, Any]) -> Backend:
+def require_engine() -> None:
+    """Raise MissingExtraError where the embedded engine is not installed."""
     # Looked for, not imported: torch belongs into the worker, and takes seconds to load.
     if any(find_spec(needed) is None for needed in ("tokenizers", "torch")):
         raise MissingExtraError("engine", needed_for="the embedded engine")
+
+
+def _embedded(model: str, options: dict[str, Any]) -> Backend:
+    require_engine()
     from paceline_engine.backends.embedded import EmbeddedBackend, EmbeddedConfig
 
     return EmbeddedBackend(EmbeddedConfig(model=model, step_policy=STEP_POLICY, **options))

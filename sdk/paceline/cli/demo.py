@@ -123,10 +123,10 @@ async def _act(turn: AsyncTurn, messages: list[dict[str, Any]], options: DemoOpt
         say(f"tool: {found}\n")
         messages.append(airline.tool_call(tool, options.question))
         messages.append({"role": "tool", "name": tool, "content": found})
-        say("agent:")
         async for chunk in turn.stream(messages, max_tokens=options.max_tokens, stop=["\n"]):
+            if chunk.text:
+                say(chunk.text if answer else f"agent:{chunk.text}")
             answer += chunk.text
-            say(chunk.text)
     except InfeasibleError as error:
         return Acted(tool=tool, tool_result=found, answer=answer.strip(), refused=error)
     return Acted(tool=tool, tool_result=found, answer=answer.strip())

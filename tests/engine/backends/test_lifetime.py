@@ -271,7 +271,7 @@ async def second(backend):
     print("".join(texts), backend.worker_pid == pid)
     await backend.aclose()
 
-backend = make()
+backend = make(step_s=0.002)
 asyncio.run(backend.start())
 pid = backend.worker_pid
 os.kill(pid, signal.SIGINT)

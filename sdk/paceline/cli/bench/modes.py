@@ -40,7 +40,14 @@ Results = dict[str, dict[str, Any]]
 
 
 def measure(options: BenchOptions) -> BenchReport:
-    """Run every mode on one engine. Figures that are compared are taken in turns, pair by pair."""
+    """Run every mode on one engine. Figures that are compared are taken in turns, pair by pair.
+
+    Raises:
+        MissingExtraError: the embedded engine is not installed.
+    """
+    from paceline.client import require_engine
+
+    require_engine()
     return asyncio.run(_measure(options))
 
 

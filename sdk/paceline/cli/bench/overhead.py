@@ -71,6 +71,9 @@ def measure(options: BenchOptions) -> BenchReport:
         MissingExtraError: tracing can only be measured with the OpenTelemetry SDK.
         PacelineError: the model cannot be had, or the data not be read.
     """
+    from paceline.client import require_engine
+
+    require_engine()
     runs = QUICK if options.quick else FULL
     turns = spread(load_turns(options.data), 8)
     scripted = asyncio.run(_scripted(runs))
