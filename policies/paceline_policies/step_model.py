@@ -77,14 +77,22 @@ class StepModel:
             + self.pair_s * load.attended_pairs
         )
 
+    def pass_seconds(self, *, prefill: int, decode: float, context: float, pairs: float) -> float:
+        """Predicted time of one pass: tokens that prefill and decode, KV entries, pairs that attend."""
+        seconds = self.fixed_s + self.decode_s * decode + self.pair_s * pairs
+        if prefill:
+            below = min(prefill, self.knee)
+            return seconds + self.chunk_s + self.small_s * below + self.large_s * (prefill - below)
+        return seconds + self.kv_s * context
+
     def step_seconds(self, step: StepTime) -> float:
         """Predicted time of a step that was run."""
-        seconds = self.fixed_s + self.decode_s * step.decode_tokens + self.pair_s * step.attended_pairs
-        if step.prefill_tokens:
-            below = min(step.prefill_tokens, self.knee)
-            above = step.prefill_tokens - below
-            return seconds + self.chunk_s + self.small_s * below + self.large_s * above
-        return seconds + self.kv_s * step.context_tokens
+        return self.pass_seconds(
+            prefill=step.prefill_tokens,
+            decode=step.decode_tokens,
+            context=step.context_tokens,
+            pairs=step.attended_pairs,
+        )
 
 
 def features(steps: Sequence[StepTime], knee: int) -> FloatArray:

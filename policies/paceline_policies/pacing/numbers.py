@@ -27,13 +27,8 @@ class VariantNumbers:
 
     def pass_s(self, *, prefill: int, decode: float, context: float, pairs: float) -> float:
         """Predicted seconds of one pass."""
-        step = self.step
-        seconds = step.fixed_s + step.decode_s * decode + step.pair_s * pairs
-        if not prefill:
-            return (seconds + step.kv_s * context) * self.decode_scale
-        below = min(prefill, step.knee)
-        seconds += step.chunk_s + step.small_s * below + step.large_s * (prefill - below)
-        return seconds * self.prefill_scale
+        seconds = self.step.pass_seconds(prefill=prefill, decode=decode, context=context, pairs=pairs)
+        return seconds * (self.prefill_scale if prefill else self.decode_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

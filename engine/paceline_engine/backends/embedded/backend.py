@@ -108,9 +108,7 @@ class EmbeddedBackend:
             ModelError: the tokenizer cannot be found or read.
         """
         check_owner(self._owner_pid)
-        opening = self._begin_tokenizer()
-        await _join(opening, None)
-        token_ids = tuple(_result(opening).render_chat(messages, tools=tools))
+        token_ids = tuple((await self._opened_tokenizer()).render_chat(messages, tools=tools))
         return Prompt(messages=tuple(messages), token_ids=token_ids, n_tokens=len(token_ids))
 
     async def snapshot(self, prompt: Prompt, *, salt: str = "", adapter: str | None = None) -> Snapshot:
@@ -144,9 +142,7 @@ class EmbeddedBackend:
     async def score(self, request: ScoreRequest, plan: Plan) -> ScoreResult:
         """Score options; cancelling the task aborts the scoring. See ``Backend.score``."""
         check_owner(self._owner_pid)
-        opening = self._begin_tokenizer()
-        await _join(opening, None)
-        tokenizer = _result(opening)
+        tokenizer = await self._opened_tokenizer()
         encoded = tuple(tuple(tokenizer.encode(option)) for option in request.options)
         request = dataclasses.replace(request, option_token_ids=encoded)
         pending = PendingCall(
@@ -266,6 +262,11 @@ class EmbeddedBackend:
                     remedy="raise start_timeout_s, or choose fewer variants",
                 )
             )
+
+    async def _opened_tokenizer(self) -> Tokenizer:
+        opening = self._begin_tokenizer()
+        await _join(opening, None)
+        return _result(opening)
 
     def _begin_tokenizer(self) -> concurrent.futures.Future[Tokenizer]:
         """Open the tokenizer on a thread, once; again where that failed before."""
