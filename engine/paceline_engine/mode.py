@@ -79,9 +79,12 @@ class Mode:
 
     @property
     def label(self) -> str:
-        """A short name for tables and traces, such as ``bf16`` or ``bf16+ngram4``."""
+        """A short name for tables and traces, such as ``bf16``, ``bf16+ngramx8`` or ``bf16+int4x4``.
+
+        Behind the ``x`` stands the most drafts of a pass.
+        """
         if self.speculation is None:
             return str(self.variant)
         spec = self.speculation
         drafter = spec.draft_variant if spec.draft_variant is not None else spec.drafter
-        return f"{self.variant}+{drafter}{spec.max_draft_tokens}"
+        return f"{self.variant}+{drafter}x{spec.max_draft_tokens}"

@@ -18,11 +18,12 @@ from uuid import uuid4
 
 from paceline import profiles
 from paceline.calibrate_drafts import calibrate_drafts
+from paceline.measured import STALL_LIMIT_S, run_measured
 from paceline.policy import Served
 from paceline_engine.backends.base import OnProgress, Progress
 from paceline_engine.mode import Mode, Variant
 from paceline_engine.plan import Plan
-from paceline_engine.request import GenerationRequest, Prompt, ScoreRequest
+from paceline_engine.request import Prompt, ScoreRequest
 from paceline_engine.timeline import Timeline
 from paceline_policies.calibration import Probe, assumed_profile, fit_profile, probes
 from paceline_policies.profile import Profile
@@ -32,7 +33,6 @@ ProfileOption = Literal["auto", "calibrate", "quick", "assume"]
 """``auto``: the saved profile, else calibrate and save. ``calibrate``: anew, and save. ``quick``: as
 ``auto`` with fewer probes. ``assume``: none; start from a guess and learn from traffic."""
 
-STALL_LIMIT_S = 120.0
 WAIT_FOR_OTHER_S = 180.0
 QUALITY_SHARE = 0.25
 """Of the progress that is reported."""
@@ -148,18 +148,8 @@ async def _takes_ids(served: Served) -> bool:
 
 
 async def _run_probe(served: Served, probe: Probe, prompt: Prompt) -> Timeline:
-    request = GenerationRequest(id=uuid4().hex, prompt=prompt, ignore_eos=True)
-    plan = Plan(
-        mode=Mode(variant=probe.variant, prefix_cache=False),
-        max_tokens=probe.max_tokens,
-        stall_limit_s=STALL_LIMIT_S,
-    )
-    timeline: Timeline | None = None
-    async for chunk in served.backend.submit(request, plan):
-        if chunk.finish is not None:
-            timeline = chunk.finish.timeline
-    assert timeline is not None, "a backend's stream ends with a finish"
-    return timeline
+    mode = Mode(variant=probe.variant, prefix_cache=False)
+    return (await run_measured(served.backend, prompt, mode, max_tokens=probe.max_tokens)).timeline
 
 
 def _random_prompt(served: Served, probe: Probe, ids: random.Random) -> Prompt:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from uuid import uuid4
 
+from paceline.measured import run_measured
 from paceline.policy import Served
-from paceline_engine.plan import Plan
-from paceline_engine.request import GenerationRequest, Message
+from paceline_engine.request import Message
 from paceline_engine.timeline import Timeline
 from paceline_policies.draft_calibration import DraftProbe, draft_probes, with_drafts
 from paceline_policies.profile import Profile
-
-STALL_LIMIT_S = 120.0
 
 _CONVERSATIONS: tuple[Sequence[Message], ...] = (
     (
@@ -42,10 +39,5 @@ async def _run(served: Served, probe: DraftProbe, messages: Sequence[Message]) -
     prompt = await served.backend.prepare(messages)
     if prompt.n_tokens + probe.max_tokens > served.info.context_tokens:
         return None
-    request = GenerationRequest(id=uuid4().hex, prompt=prompt, ignore_eos=True)
-    plan = Plan(mode=probe.mode, max_tokens=probe.max_tokens, stall_limit_s=STALL_LIMIT_S)
-    timeline: Timeline | None = None
-    async for chunk in served.backend.submit(request, plan):
-        if chunk.finish is not None:
-            timeline = chunk.finish.timeline
-    return timeline
+    run = await run_measured(served.backend, prompt, probe.mode, max_tokens=probe.max_tokens)
+    return run.timeline

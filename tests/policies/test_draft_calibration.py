@@ -77,20 +77,20 @@ def test_what_the_backend_can_draft_is_offered(info: ModelInfo) -> None:
     """Each variant is offered with each drafter below it, and with none where the backend offers none."""
     assert [mode.label for mode in candidate_modes(offering(info))] == [
         "bf16",
-        "bf16+int44",
-        "bf16+ngram4",
+        "bf16+int4x4",
+        "bf16+ngramx4",
         "int8",
-        "int8+int44",
-        "int8+ngram4",
+        "int8+int4x4",
+        "int8+ngramx4",
         "int4",
-        "int4+ngram4",
+        "int4+ngramx4",
     ]
     assert all(mode.speculation is None for mode in candidate_modes(info))
 
 
 def test_one_probe_for_each_way_to_draft(info: ModelInfo) -> None:
     """Each speculation is probed once, with the best variant; none where nothing is offered."""
-    assert [probe.mode.label for probe in draft_probes(offering(info))] == ["bf16+int44", "bf16+ngram4"]
+    assert [probe.mode.label for probe in draft_probes(offering(info))] == ["bf16+int4x4", "bf16+ngramx4"]
     assert draft_probes(info) == ()
 
 

@@ -19,11 +19,11 @@ def test_no_variant_drafts_for_itself(info: ModelInfo) -> None:
     labels = [each.label for each in candidate_modes(info, speculations=(ngram, int4))]
     assert labels == [
         "bf16",
-        "bf16+ngram4",
-        "bf16+int43",
+        "bf16+ngramx4",
+        "bf16+int4x3",
         "int8",
-        "int8+ngram4",
-        "int8+int43",
+        "int8+ngramx4",
+        "int8+int4x3",
         "int4",
-        "int4+ngram4",
+        "int4+ngramx4",
     ]

@@ -149,7 +149,7 @@ def test_the_call_has_usage_sampling_and_decision(play: Play, captured: Any) -> 
     assert found["gen_ai.response.finish_reasons"] == ("stop",)
     assert found["gen_ai.response.time_to_first_chunk"] == pytest.approx(0.311)
     assert found["paceline.kind"] == "chat"
-    assert found["paceline.decision.mode"] == "int8+ngram4"
+    assert found["paceline.decision.mode"] == "int8+ngramx4"
     assert found["paceline.decision.variant"] == "int8"
     assert found["paceline.decision.feasible"] is True
     assert found["paceline.decision.action"] == "run"

@@ -9,15 +9,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from paceline.cli.bench.base import BenchOptions, BenchReport, Goal, memory_speed_gb_per_s, summary
 from paceline.cli.bench.trajectories import load_turns, spread
 from paceline.cli.progress import progress_bar
+from paceline.measured import run_measured
 from paceline_engine.backends.embedded import EmbeddedBackend, EmbeddedConfig
 from paceline_engine.mode import Drafter, Mode, Variant
-from paceline_engine.plan import Plan
-from paceline_engine.request import GenerationRequest, Prompt
+from paceline_engine.request import Prompt
 from paceline_engine.timeline import Timeline
 
 VARIANTS = (Variant.BF16, Variant.FP8, Variant.INT8, Variant.INT4)
@@ -62,11 +61,7 @@ class _Bench:
     ids: random.Random
 
     async def run(self, prompt: Prompt, mode: Mode, max_tokens: int) -> Timeline:
-        request = GenerationRequest(id=uuid4().hex, prompt=prompt, ignore_eos=True)
-        async for chunk in self.backend.submit(request, Plan(mode=mode, max_tokens=max_tokens)):
-            if chunk.finish is not None:
-                return chunk.finish.timeline
-        raise AssertionError("a backend's stream ends with a finish")
+        return (await run_measured(self.backend, prompt, mode, max_tokens=max_tokens)).timeline
 
     def random_prompt(self, n_tokens: int, *, after: Sequence[int] = ()) -> Prompt:
         """Ids that nothing has cached: what a token is does not change what it costs."""
@@ -217,8 +212,9 @@ async def _speculation(bench: _Bench, results: Results, goals: list[Goal], optio
         prompt = await bench.backend.prepare(turn.messages)
         texts: list[tuple[int, ...]] = []
         for name, mode in modes.items():
-            line, token_ids = await _greedy(bench, prompt, mode)
-            texts.append(token_ids)
+            run = await run_measured(bench.backend, prompt, mode, max_tokens=STREAM_TOKENS)
+            line = run.timeline
+            texts.append(run.token_ids)
             drafted[name] += line.drafted_tokens
             accepted[name] += line.accepted_tokens
             tpot[name].append(_required(line.tpot_ms()))
@@ -251,16 +247,6 @@ def _speedup(
     ]
     results[name] = summary(ratios, "times plain")
     goals.append(Goal(name=name, value=statistics.median(ratios), goal=least, better="higher"))
-
-
-async def _greedy(bench: _Bench, prompt: Prompt, mode: Mode) -> tuple[Timeline, tuple[int, ...]]:
-    request = GenerationRequest(id=uuid4().hex, prompt=prompt, ignore_eos=True)
-    token_ids: list[int] = []
-    async for chunk in bench.backend.submit(request, Plan(mode=mode, max_tokens=STREAM_TOKENS)):
-        token_ids += chunk.token_ids
-        if chunk.finish is not None:
-            return chunk.finish.timeline, tuple(token_ids)
-    raise AssertionError("a backend's stream ends with a finish")
 
 
 def _ttft_ms(line: Timeline) -> float:
