@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -27,7 +28,7 @@ TAIL_EXPONENT = 3.0
 class Errors:
     """Samples of prediction errors, ready for quantiles. Unchanging."""
 
-    __slots__ = ("_decoded", "_sorted_decoded", "_sorted_ttft", "_ttft")
+    __slots__ = ("_decoded", "_quantiles", "_ttft")
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         """``samples`` must not be empty."""
@@ -37,20 +38,32 @@ class Errors:
         if not decoded:
             decoded = [(sample[0], 1.0, sample[2]) for sample in samples]
         self._decoded: FloatArray = np.array(decoded, dtype=np.float64)
-        self._sorted_ttft = np.sort(self._ttft)
-        self._sorted_decoded = np.sort(self._decoded, axis=0)
+        self._quantiles: dict[float, tuple[float, float, float]] = {}
+        """Those that were asked for: every decision asks for the same few."""
 
     def ttft(self, q: float) -> float:
         """Quantile of the TTFT ratio."""
-        return quantile(self._sorted_ttft, q)
+        return self._at(q)[0]
 
     def tpot(self, q: float) -> float:
         """Quantile of the TPOT ratio."""
-        return quantile(self._sorted_decoded[:, 1], q)
+        return self._at(q)[1]
 
     def e2e(self, q: float) -> float:
         """Quantile of the E2E ratio."""
-        return quantile(self._sorted_decoded[:, 2], q)
+        return self._at(q)[2]
+
+    def _at(self, q: float) -> tuple[float, float, float]:
+        """The q-quantiles of TTFT, TPOT and E2E."""
+        if (found := self._quantiles.get(q)) is None:
+            decoded = self._decoded
+            found = (
+                quantile(np.sort(self._ttft), q),
+                quantile(np.sort(decoded[:, 1]), q),
+                quantile(np.sort(decoded[:, 2]), q),
+            )
+            self._quantiles[q] = found
+        return found
 
     def p_meet(
         self, *, points: tuple[float, float | None, float], limits: tuple[float, float, float]
@@ -102,9 +115,15 @@ def assumed_samples(n: int, *, log_deviation: float) -> list[Sample]:
     They stand in while too few generations were measured. All three ratios of a sample are alike: what
     slows one phase of a machine slows the others.
     """
-    normal = NormalDist()
-    ratios = [math.exp(log_deviation * normal.inv_cdf((i + 0.5) / n)) for i in range(n)]
+    ratios = [math.exp(log_deviation * each) for each in _normal_quantiles(n)]
     return [(ratio, ratio, ratio) for ratio in ratios]
+
+
+@lru_cache(maxsize=64)
+def _normal_quantiles(n: int) -> tuple[float, ...]:
+    """n values of the standard normal distribution, evenly spaced in probability."""
+    normal = NormalDist()
+    return tuple(normal.inv_cdf((i + 0.5) / n) for i in range(n))
 
 
 def log_spread(samples: Sequence[Sample]) -> float:

@@ -167,19 +167,21 @@ def _decision(
     remedy: Remedy | None = None,
 ) -> Decision:
     def candidate(each: Judged) -> Candidate:
-        if each.state is chosen.state and each.mode == chosen.mode:
-            return chosen.candidate(chosen=True, reason=reason)
         if each.p_meet < slo.confidence:
             return each.candidate(chosen=False, reason=_misses(each, left, slo))
         return each.candidate(chosen=False, reason=_outdone(each, chosen))
 
+    taken = chosen.candidate(chosen=True, reason=reason)
     return Decision(
         backend=chosen.state.name,
         plan=_plan(slo, left, chosen, now_s),
         feasible=action == "run",
         action=action,
-        prediction=chosen.forecast.prediction,
-        candidates=tuple(candidate(each) for each in judged),
+        prediction=taken.prediction,
+        candidates=tuple(
+            taken if each.state is chosen.state and each.mode == chosen.mode else candidate(each)
+            for each in judged
+        ),
         remedy=remedy,
     )
 

@@ -101,7 +101,8 @@ class Predictor:
         """Samples of speculating modes: they err by acceptance too, which plain ones must not inherit."""
         self._overhead = Pause(profile.overhead_s)
         self._gap = Pause(profile.gap_s)
-        self._errors: dict[str, Errors] = {}
+        self._errors: dict[tuple[object, ...], Errors] = {}
+        """By the windows of samples they are made of, and by what fills those up."""
 
     def knows(self, variant: Variant) -> bool:
         """Whether the variant was measured, by calibration or by traffic."""
@@ -195,7 +196,7 @@ class Predictor:
             self._observe_phases(state, timeline)
         if state.assumed and state.n_seen in _REFIT_AT and measured is not None:
             self._refit(state)
-        self._errors.clear()
+        self._forget_errors(self._samples_of(mode), state.samples)
 
     def _state(self, variant: Variant) -> _State:
         if variant not in self._states:
@@ -295,24 +296,27 @@ class Predictor:
 
     def _errors_of(self, mode: Mode) -> Errors:
         """The mode's samples; while they are few, with those of other variants and assumed ones."""
-        variant = mode.variant
-        key = str(variant) if mode.speculation is None else speculation_kind(mode)
-        if key not in self._errors:
-            state = self._state(variant)
-            samples = list(self._samples_of(mode))
-            spread = _ASSUMED_SPREAD if state.assumed else _CALIBRATED_SPREAD
-            if mode.speculation is not None and len(samples) < _ENOUGH:
-                # What an answer will accept differs from the last one's: wider, until it is known.
-                missing = _ENOUGH - len(samples)
-                spread = max(spread, _SPECULATING_SPREAD)
-                samples += assumed_samples(missing, log_deviation=max(spread, log_spread(samples)))
-            elif len(samples) < _POOL_BELOW and not state.assumed:
-                others = (each for name, each in self._states.items() if name != variant and not each.assumed)
-                samples += [sample for each in others for sample in each.samples]
+        state = self._state(mode.variant)
+        windows = [self._samples_of(mode)]
+        spread = _ASSUMED_SPREAD if state.assumed else _CALIBRATED_SPREAD
+        if mode.speculation is not None:
+            # What an answer will accept differs from the last one's: wider, until it is known.
+            spread = max(spread, _SPECULATING_SPREAD)
+        elif len(windows[0]) < _POOL_BELOW and not state.assumed:
+            others = (each for each in self._states.values() if each is not state)
+            windows += [each.samples for each in others if not each.assumed]
+        key = (spread, *(id(window) for window in windows if window))
+        if (found := self._errors.get(key)) is None:
+            samples = [sample for window in windows for sample in window]
             if (missing := _ENOUGH - len(samples)) > 0:
                 samples += assumed_samples(missing, log_deviation=max(spread, log_spread(samples)))
-            self._errors[key] = Errors(samples)
-        return self._errors[key]
+            found = self._errors[key] = Errors(samples)
+        return found
+
+    def _forget_errors(self, *windows: deque[Sample]) -> None:
+        """Windows that have changed: what was made of others still holds."""
+        changed = {id(window) for window in windows}
+        self._errors = {key: each for key, each in self._errors.items() if changed.isdisjoint(key)}
 
     def _observe_steps(self, steps: Sequence[StepTime]) -> None:
         drafting = [step for step in steps if step.drafting]

@@ -191,6 +191,22 @@ def test_sparse_samples_borrow_from_other_variants(calibrated: Predictor) -> Non
     assert forecast.at(0.5).ttft_ms == pytest.approx(3 * forecast.ttft_ms)
 
 
+def test_what_one_variant_learns_reaches_those_that_borrow(
+    calibrated: Predictor, make_machine: Callable[..., Any]
+) -> None:
+    """A borrowed error is taken anew once its owner has learned, though it was asked for before."""
+    profile = calibrated.profile
+    variants = {variant: replace(each, samples=()) for variant, each in profile.variants.items()}
+    predictor = Predictor(replace(profile, variants=variants))
+    int8, snapshot = Mode(variant=Variant.INT8), Snapshot(taken_at_s=0.0, prompt_tokens=50)
+    before = predictor.forecast(int8, snapshot, Work(max_tokens=10)).at(0.5)
+    machine = make_machine(slowdown=3.0)
+    for _ in range(20):
+        predictor.observe(BF16, snapshot, None, machine.run(BF16, prompt=50, output=10))
+    after = predictor.forecast(int8, snapshot, Work(max_tokens=10)).at(0.5)
+    assert after.ttft_ms > 1.05 * before.ttft_ms
+
+
 counts = st.integers(0, 3000)
 
 
