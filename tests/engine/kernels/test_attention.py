@@ -188,3 +188,15 @@ def test_metadata_of_the_wrong_type_is_refused():
     """int64 metadata is an error, since the kernels read int32."""
     with pytest.raises(InvalidValueError, match="positions"):
         AttentionMeta(query_starts=ints([0, 1]), positions=torch.tensor([3]), block_tables=ints([[0]]))
+
+
+def test_a_window_far_shorter_than_a_tile_writes_within_its_room(native, rand):
+    """Rows whose window begins a chunk after their tile's write nothing beside the scores of the chunk."""
+    # Without sharing a tile has the most tokens. A write beside its room aborts in the allocator.
+    meta = make_meta([(0, 400), (17, 333)], 60)
+    k, v = rand(60, BLOCK, 3, 16), rand(60, BLOCK, 3, 16)
+    q = rand(733, 3, 16)
+    for window in (1, 3, 8, 30):
+        result = native.paged_attention(q, k, v, meta, scale=0.2, window=window)
+        expected = fallback.paged_attention(q, k, v, meta, scale=0.2, window=window)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=2e-5)

@@ -142,8 +142,9 @@ __attribute__((noinline)) void attend_chunk(const AttentionArgs& a, const Tile& 
   }
   for (int r = 0; r < n_rows; r++) {
     const int64_t position = t.first_position + r / group;
-    states[r] = soften(room.scores.data + r * CHUNK, (int)max_of(from, first_key(a, position) - origin),
-                       (int)min_of(to, position + 1 - origin), a.scale);
+    // The window of a tile's later rows may begin beyond this chunk.
+    const int row_from = (int)min_of(CHUNK, max_of(from, first_key(a, position) - origin));
+    states[r] = soften(room.scores.data + r * CHUNK, row_from, (int)min_of(to, position + 1 - origin), a.scale);
   }
   if (n_rows <= 4) return mix_all<W>(room.scores.data + from, v_rows + from, n_rows, to - from, a.head_dim, out);
   const float* wide[CHUNK];
