@@ -18,6 +18,9 @@ class Snapshot:
     """Prompt tokens that the prefix cache would serve, for each variant that may be asked."""
     cached_mixed_tokens: int = 0
     """Prompt tokens that it would serve where blocks of lower variants may be used too."""
+    repetition: float | None = None
+    """Share of the prompt's tokens that a look-up of the two before them would have drafted right; None where
+    the backend does not tell."""
     running: int = 0
     """Sequences that decode now."""
     running_context_tokens: int = 0

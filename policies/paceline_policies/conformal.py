@@ -28,16 +28,29 @@ TAIL_EXPONENT = 3.0
 class Errors:
     """Samples of prediction errors, ready for quantiles. Unchanging."""
 
-    __slots__ = ("_decoded", "_quantiles", "_ttft")
+    __slots__ = ("_decoded", "_quantiles", "_ttft", "_weights")
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        """``samples`` must not be empty."""
-        self._ttft: FloatArray = np.array([sample[0] for sample in samples])
+    def __init__(self, samples: Sequence[Sample] | FloatArray, weights: FloatArray | None = None) -> None:
+        """``samples`` must not be empty.
+
+        Args:
+            samples: of past generations; an array has the three ratios of each in a row.
+            weights: how much each says of the next one, 1 for one that is exchangeable with it; the
+                default is 1 for all.
+        """
+        if weights is None:
+            weights = np.ones(len(samples))
+        ttft = np.array([sample[0] for sample in samples], dtype=np.float64)
         # Rows of [TTFT, TPOT, E2E]; a generation that decoded nothing says nothing of decoding.
-        decoded = [sample for sample in samples if sample[1] is not None]
-        if not decoded:
-            decoded = [(sample[0], 1.0, sample[2]) for sample in samples]
-        self._decoded: FloatArray = np.array(decoded, dtype=np.float64)
+        decoded = [index for index, sample in enumerate(samples) if sample[1] is not None]
+        if decoded:
+            rows = np.array([samples[index] for index in decoded], dtype=np.float64)
+        else:
+            decoded = list(range(len(samples)))
+            rows = np.array([(sample[0], 1.0, sample[2]) for sample in samples])
+        self._ttft: FloatArray = ttft
+        self._decoded: FloatArray = rows
+        self._weights = (weights, weights[decoded])
         self._quantiles: dict[float, tuple[float, float, float]] = {}
         """Those that were asked for: every decision asks for the same few."""
 
@@ -56,11 +69,11 @@ class Errors:
     def _at(self, q: float) -> tuple[float, float, float]:
         """The q-quantiles of TTFT, TPOT and E2E."""
         if (found := self._quantiles.get(q)) is None:
-            decoded = self._decoded
+            decoded, (weights, decoded_weights) = self._decoded, self._weights
             found = (
-                quantile(np.sort(self._ttft), q),
-                quantile(np.sort(decoded[:, 1]), q),
-                quantile(np.sort(decoded[:, 2]), q),
+                quantile(self._ttft, weights, q),
+                quantile(decoded[:, 1], decoded_weights, q),
+                quantile(decoded[:, 2], decoded_weights, q),
             )
             self._quantiles[q] = found
         return found
@@ -84,29 +97,36 @@ class Errors:
             return 0.0
         if points[1] is None:
             overshoot = self._ttft * (points[0] / min(limits[0], limits[2]))
+            weights = self._weights[0]
         else:
-            ratios = self._decoded
+            ratios, weights = self._decoded, self._weights[1]
             ttft = ratios[:, 0] * points[0]
             e2e = np.maximum(ratios[:, 2] * points[2], ttft)
             overshoot = np.maximum(ttft / limits[0], e2e / limits[2])
             if math.isfinite(limits[1]):
                 overshoot = np.maximum(overshoot, ratios[:, 1] * (points[1] / limits[1]))
-        n = len(overshoot)
-        n_over = int(np.count_nonzero(overshoot > 1.0))
-        if n_over:
-            return float(n - n_over) / (n + 1)
-        return 1.0 - math.pow(float(overshoot.max()), TAIL_EXPONENT) / (n + 1)
+        total, over = float(weights.sum()), overshoot > 1.0
+        if over.any():
+            return float(weights[~over].sum()) / (total + 1)
+        return 1.0 - math.pow(float(overshoot.max()), TAIL_EXPONENT) / (total + 1)
 
 
-def quantile(ascending: FloatArray, q: float) -> float:
-    """The conformal quantile of sorted samples; the median for q = 0.5."""
-    n = len(ascending)
+def quantile(values: FloatArray, weights: FloatArray, q: float) -> float:
+    """The conformal quantile of weighted samples; the median for q = 0.5.
+
+    The next value has weight 1 beside theirs (Tibshirani et al., Conformal Prediction Under Covariate
+    Shift, 2019).
+    """
+    order = np.argsort(values, kind="stable")
+    ascending, sums = values[order], np.cumsum(weights[order])
+    total, last = float(sums[-1]), len(values) - 1
     if q == 0.5:
-        return float(ascending[(n - 1) // 2] + ascending[n // 2]) / 2
-    rank = math.ceil((n + 1) * q - 1e-9)
-    if rank <= n:
-        return float(ascending[max(rank, 1) - 1])
-    return float(ascending[-1]) * math.pow(1.0 / ((n + 1) * (1.0 - q)), 1.0 / TAIL_EXPONENT)
+        low, high = np.searchsorted(sums, (total / 2 - 1e-9, total / 2 + 1e-9)).tolist()
+        return float(ascending[min(low, last)] + ascending[min(high, last)]) / 2
+    wanted = (total + 1) * q
+    if wanted <= total + 1e-9:
+        return float(ascending[min(int(np.searchsorted(sums, wanted - 1e-9)), last)])
+    return float(ascending[-1]) * math.pow(1.0 / ((total + 1) * (1.0 - q)), 1.0 / TAIL_EXPONENT)
 
 
 def assumed_samples(n: int, *, log_deviation: float) -> list[Sample]:

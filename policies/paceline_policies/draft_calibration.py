@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline_engine.backends.base import ModelInfo
 from paceline_engine.mode import Mode, Speculation, Variant
+from paceline_engine.snapshot import Snapshot
 from paceline_engine.timeline import StepTime, Timeline
-from paceline_policies.drift import Acceptance, speculation_kind
 from paceline_policies.modes import candidate_modes
+from paceline_policies.predictor import Predictor
 from paceline_policies.profile import Profile
 from paceline_policies.step_model import fit
 
@@ -37,18 +38,10 @@ def draft_probes(info: ModelInfo) -> tuple[DraftProbe, ...]:
     return tuple(found.values())
 
 
-def with_drafts(profile: Profile, runs: Iterable[tuple[DraftProbe, Timeline]]) -> Profile:
-    """The profile with the cost of drafting passes and with the acceptance that the runs showed.
-
-    The first probe of a kind replaces the assumed acceptance; later ones count as much as all before.
-    """
-    acceptance = Acceptance(profile.acceptance, profile.proposed)
+def with_drafts(profile: Profile, runs: Sequence[tuple[DraftProbe, Snapshot, Timeline]]) -> Profile:
+    """The profile with the cost of drafting passes, and with what became of the drafts of each run."""
     drafting: dict[Variant, list[StepTime]] = {}
-    seen: dict[str, int] = {}
-    for probe, line in runs:
-        kind = speculation_kind(probe.mode)
-        seen[kind] = seen.get(kind, 0) + 1
-        acceptance.observe(probe.mode, line, weight=1.0 / seen[kind])
+    for _, _, line in runs:
         for step in line.steps:
             if step.drafting:
                 drafting.setdefault(step.variant, []).append(step)
@@ -56,7 +49,10 @@ def with_drafts(profile: Profile, runs: Iterable[tuple[DraftProbe, Timeline]]) -
     for variant, steps in drafting.items():
         if variant in variants and (usable := _usable(steps)):
             variants[variant] = replace(variants[variant], draft=fit(usable), draft_scale=1.0)
-    return replace(profile, variants=variants, acceptance=acceptance.known, proposed=acceptance.proposed)
+    predictor = Predictor(replace(profile, variants=variants))
+    for probe, snapshot, line in runs:
+        predictor.observe(probe.mode, snapshot, None, line)
+    return predictor.profile
 
 
 def _usable(steps: Sequence[StepTime]) -> list[StepTime]:

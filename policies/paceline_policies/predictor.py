@@ -8,7 +8,8 @@
     E2E  = TTFT + TPOT · (max_tokens - 1)
 
 Each is multiplied by quantiles of recent ratios measured / predicted (see ``conformal``): the median
-gives p50 and the conformal 0.9 quantile gives p90.
+gives p50 and the conformal 0.9 quantile gives p90. Where drafts are made, the tokens of a pass are not one
+number but those of recent answers to like prompts (see ``drafting``), each with the ratio it had.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from paceline_engine.mode import Mode, Variant
 from paceline_engine.snapshot import Snapshot
 from paceline_engine.timeline import StepTime, Timeline
 from paceline_policies.conformal import Errors, Sample, assumed_samples, log_spread
 from paceline_policies.decision import Prediction
-from paceline_policies.drift import Acceptance, Drift, Pause, speculation_kind
+from paceline_policies.drafting import Drafted, Drafting, acceptance_of, expected_tokens
+from paceline_policies.drift import Drift, Pause
 from paceline_policies.forecast import Budgets, Forecast, Work
 from paceline_policies.profile import Profile, VariantProfile
 from paceline_policies.step_model import StepLoad, StepModel, fit, phase_steps
@@ -40,7 +44,6 @@ _POOL_BELOW = 9
 _CALIBRATED_SPREAD = 0.1
 _ASSUMED_SPREAD = 0.7
 """Log deviation of the samples that fill up: a calibrated model errs by tenths, a guess by factors."""
-_SPECULATING_SPREAD = 0.2
 _DRAFTS_TO_FIT = 16
 _REFIT_AT = (3, 6, 12, 24, 48, 96)
 _WIDEST_RATIO = 50.0
@@ -69,12 +72,14 @@ class _State:
         "samples",
         "seen",
         "step",
+        "verify",
     )
 
     def __init__(self, profile: VariantProfile) -> None:
         self.step = profile.step
         self.prefill = Drift(profile.prefill_scale)
         self.decode = Drift(profile.decode_scale)
+        self.verify = Drift(profile.verify_scale)
         self.samples: deque[Sample] = deque(profile.samples, maxlen=WINDOW)
         self.assumed = profile.assumed
         self.seen: deque[tuple[Mode, Snapshot, Timeline]] = deque(maxlen=WINDOW)
@@ -94,11 +99,7 @@ class Predictor:
         self._base = profile
         self._chunk_tokens = chunk_tokens
         self._states = {variant: _State(each) for variant, each in profile.variants.items()}
-        self._acceptance = Acceptance(profile.acceptance, profile.proposed)
-        self._speculating: dict[str, deque[Sample]] = {
-            kind: deque(samples, maxlen=WINDOW) for kind, samples in profile.speculation_samples.items()
-        }
-        """Samples of speculating modes: they err by acceptance too, which plain ones must not inherit."""
+        self._drafting = Drafting(profile.drafted)
         self._overhead = Pause(profile.overhead_s)
         self._gap = Pause(profile.gap_s)
         self._errors: dict[tuple[object, ...], Errors] = {}
@@ -110,9 +111,9 @@ class Predictor:
         return state is not None and not (state.assumed and not state.samples)
 
     def quality(self, variant: Variant) -> float | None:
-        """The measured quality, or None."""
+        """What was shown of its quality, or None where it was not measured."""
         found = self._base.qualities.get(variant)
-        return None if found is None else found.value
+        return None if found is None else found.shown
 
     @property
     def profile(self) -> Profile:
@@ -122,6 +123,7 @@ class Predictor:
                 step=state.step,
                 prefill_scale=state.prefill.scale,
                 decode_scale=state.decode.scale,
+                verify_scale=state.verify.scale,
                 samples=tuple(state.samples),
                 assumed=state.assumed,
                 draft=state.draft,
@@ -137,9 +139,7 @@ class Predictor:
             qualities=self._base.qualities,
             overhead_s=self._overhead.seconds,
             gap_s=self._gap.seconds,
-            acceptance=self._acceptance.known,
-            proposed=self._acceptance.proposed,
-            speculation_samples={kind: tuple(found) for kind, found in self._speculating.items()},
+            drafted=self._drafting.known,
             read_bytes_per_s=self._base.read_bytes_per_s,
         )
 
@@ -162,13 +162,28 @@ class Predictor:
 
     def forecast(self, mode: Mode, snapshot: Snapshot, work: Work) -> Forecast:
         """The durations of the work, with the errors that such predictions had of late."""
-        errors = self._errors_of(mode)
         ttft = self._ttft_s(mode, snapshot, work) * 1e3
+        plain = self._errors_of(mode.variant)
         if work.kind == "choose" or work.max_tokens <= 1:
-            return Forecast(ttft_ms=ttft, tpot_ms=None, e2e_ms=ttft, errors=errors, kind=work.kind)
-        tpot = self._tpot_s(mode, snapshot, work) * 1e3
-        e2e = ttft + tpot * (work.max_tokens - 1)
-        return Forecast(ttft_ms=ttft, tpot_ms=tpot, e2e_ms=e2e, errors=errors, kind=work.kind)
+            return Forecast(ttft_ms=ttft, tpot_ms=None, e2e_ms=ttft, errors=plain, kind=work.kind)
+        each, longest = (seconds * 1e3 for seconds in self._passes_s(mode, snapshot, work))
+        after = work.max_tokens - 1
+        if mode.speculation is None:
+            e2e = ttft + each * after
+            return Forecast(ttft_ms=ttft, tpot_ms=each, e2e_ms=e2e, errors=plain, kind=work.kind)
+        found = self._drafting.outcomes(mode, snapshot.repetition)
+        share = found.drafts_per_pass / mode.speculation.max_draft_tokens
+        tpot = (each + (longest - each) * share) / found.tokens_per_pass
+        durations = np.column_stack([np.full(len(tpot), ttft), tpot, ttft + tpot * after])
+        seen = len(found.ratios)
+        durations[:seen] *= found.ratios
+        # What is assumed of drafts says nothing of the machine: there the variant's own errors stand in.
+        assumed = np.arange(1, len(tpot) - seen + 1) / (len(tpot) - seen + 1)
+        durations[seen:, 0] *= [plain.ttft(q) for q in assumed]
+        middle = Errors(durations, found.weights)
+        base = (ttft, middle.tpot(0.5), middle.e2e(0.5))
+        errors = Errors(durations / base, found.weights)
+        return Forecast(ttft_ms=base[0], tpot_ms=base[1], e2e_ms=base[2], errors=errors, kind=work.kind)
 
     def observe(
         self, mode: Mode, snapshot: Snapshot, prediction: Prediction | None, timeline: Timeline
@@ -181,11 +196,12 @@ class Predictor:
         """
         state = self._state(mode.variant)
         measured = _measured(mode, timeline)
-        if measured is not None:
+        if measured is not None and mode.speculation is not None:
+            self._observe_drafted(mode, snapshot, timeline, measured)
+        elif measured is not None:
             forecast = self.forecast(mode, snapshot, Work(max_tokens=timeline.n_tokens))
-            self._samples_of(mode).append(_ratios(measured, forecast))
-            self._acceptance.observe(mode, timeline)
-            if state.assumed and mode.speculation is None:
+            state.samples.append(_ratios(measured, forecast))
+            if state.assumed:
                 state.seen.append((mode, snapshot, timeline))
                 state.n_seen += 1
         if timeline.steps:
@@ -196,7 +212,7 @@ class Predictor:
             self._observe_phases(state, timeline)
         if state.assumed and state.n_seen in _REFIT_AT and measured is not None:
             self._refit(state)
-        self._forget_errors(self._samples_of(mode), state.samples)
+        self._forget_errors(state.samples)
 
     def _state(self, variant: Variant) -> _State:
         if variant not in self._states:
@@ -239,22 +255,30 @@ class Predictor:
         pairs = tokens * (mean + 1) / 2 + load.passes * beside.context_tokens
         return replace(load, attended_pairs=pairs)
 
-    def _tpot_s(self, mode: Mode, snapshot: Snapshot, work: Work) -> float:
+    def _passes_s(self, mode: Mode, snapshot: Snapshot, work: Work) -> tuple[float, float]:
+        """Seconds from one pass of ours to the next: of one without drafts, and of the longest draft."""
         state = self._state(mode.variant)
         beside, other_s = self._beside(mode, snapshot, waiting=snapshot.waiting)
         context = snapshot.prompt_tokens + work.max_tokens / 2
-        spec = mode.speculation
-        drafts = self._acceptance.drafts_per_pass(mode)
-        load = decode_load(
-            context_tokens=context, sequences=work.choices, tokens_each=1 + drafts, beside=beside
-        )
-        seconds = state.step.seconds(load) * state.decode.scale + other_s + self._gap.seconds
-        if spec is not None and spec.draft_variant is not None:
+
+        def pass_s(tokens_each: int) -> float:
+            return state.step.seconds(
+                decode_load(
+                    context_tokens=context, sequences=work.choices, tokens_each=tokens_each, beside=beside
+                )
+            )
+
+        pause_s = other_s + self._gap.seconds
+        plain = pass_s(1) * state.decode.scale
+        if (spec := mode.speculation) is None:
+            return plain + pause_s, plain + pause_s
+        longest = max(plain, pass_s(1 + spec.max_draft_tokens) * state.verify.scale)
+        if spec.draft_variant is not None:
             draft = decode_load(
                 context_tokens=context, sequences=work.choices, tokens_each=1, beside=Beside()
             )
-            seconds += drafts * self._draft_s(spec.draft_variant, draft)
-        return seconds / self._acceptance.tokens_per_pass(mode)
+            longest += spec.max_draft_tokens * self._draft_s(spec.draft_variant, draft)
+        return plain + pause_s, longest + pause_s
 
     def _draft_s(self, variant: Variant, load: StepLoad) -> float:
         """One pass that only drafts; until one was measured, a full pass bounds it from above."""
@@ -288,21 +312,12 @@ class Predictor:
         own = snapshot.cached_tokens.get(mode.variant, 0)
         return max(own, snapshot.cached_mixed_tokens) if mode.mix_cache else own
 
-    def _samples_of(self, mode: Mode) -> deque[Sample]:
-        """Where the errors of such modes are kept."""
-        if mode.speculation is None:
-            return self._state(mode.variant).samples
-        return self._speculating.setdefault(speculation_kind(mode), deque(maxlen=WINDOW))
-
-    def _errors_of(self, mode: Mode) -> Errors:
-        """The mode's samples; while they are few, with those of other variants and assumed ones."""
-        state = self._state(mode.variant)
-        windows = [self._samples_of(mode)]
+    def _errors_of(self, variant: Variant) -> Errors:
+        """The variant's samples; while they are few, with those of other variants and assumed ones."""
+        state = self._state(variant)
+        windows = [state.samples]
         spread = _ASSUMED_SPREAD if state.assumed else _CALIBRATED_SPREAD
-        if mode.speculation is not None:
-            # What an answer will accept differs from the last one's: wider, until it is known.
-            spread = max(spread, _SPECULATING_SPREAD)
-        elif len(windows[0]) < _POOL_BELOW and not state.assumed:
+        if len(windows[0]) < _POOL_BELOW and not state.assumed:
             others = (each for each in self._states.values() if each is not state)
             windows += [each.samples for each in others if not each.assumed]
         key = (spread, *(id(window) for window in windows if window))
@@ -313,28 +328,55 @@ class Predictor:
             found = self._errors[key] = Errors(samples)
         return found
 
-    def _forget_errors(self, *windows: deque[Sample]) -> None:
-        """Windows that have changed: what was made of others still holds."""
-        changed = {id(window) for window in windows}
-        self._errors = {key: each for key, each in self._errors.items() if changed.isdisjoint(key)}
+    def _forget_errors(self, changed: deque[Sample]) -> None:
+        """What was made of other windows still holds."""
+        self._errors = {key: each for key, each in self._errors.items() if id(changed) not in key}
+
+    def _observe_drafted(
+        self, mode: Mode, snapshot: Snapshot, timeline: Timeline, measured: _Measured
+    ) -> None:
+        """Keep what became of an answer's drafts, with the errors of a prediction that had known it."""
+        assert mode.speculation is not None
+        found = acceptance_of(mode, timeline)
+        if found is None or measured.tpot_ms is None:
+            return
+        rate, share = found
+        ttft_ms = self._ttft_s(mode, snapshot, Work(max_tokens=timeline.n_tokens)) * 1e3
+        each, longest = self._passes_s(mode, snapshot, Work(max_tokens=timeline.n_tokens))
+        tokens = float(expected_tokens(np.array(rate), mode.speculation.max_draft_tokens))
+        tpot_ms = (each + (longest - each) * share) * 1e3 / tokens
+        e2e_ms = ttft_ms + tpot_ms * (timeline.n_tokens - 1)
+        self._drafting.add(
+            mode,
+            Drafted(
+                repetition=snapshot.repetition,
+                rate=rate,
+                share=share,
+                ratios=(
+                    _ratio(measured.ttft_ms, ttft_ms),
+                    _ratio(measured.tpot_ms, tpot_ms),
+                    _ratio(measured.e2e_ms, e2e_ms),
+                ),
+            ),
+        )
 
     def _observe_steps(self, steps: Sequence[StepTime]) -> None:
         drafting = [step for step in steps if step.drafting]
         self._observe_drafting(drafting)
         if drafting:
             steps = [step for step in steps if not step.drafting]
-        ratios: dict[tuple[Variant, bool], list[float]] = {}
+        ratios: dict[tuple[Variant, str], list[float]] = {}
         # A long answer has thousands of steps; some hundred, spread over it, tell the same.
         for step in (*steps[:4], *steps[4 :: max(1, len(steps) // 256)]):
             duration = step.ended_at_s - step.started_at_s
             if duration > 0 and step.variant in self._states:
                 predicted = self._states[step.variant].step.step_seconds(step)
                 if predicted > 0:
-                    key = (step.variant, step.prefill_tokens > 0)
-                    ratios.setdefault(key, []).append(duration / predicted)
-        for (variant, prefills), found in ratios.items():
+                    ratios.setdefault((step.variant, _kind(step)), []).append(duration / predicted)
+        for (variant, kind), found in ratios.items():
             state = self._states[variant]
-            (state.prefill if prefills else state.decode).observe(median(found))
+            drift = {"prefill": state.prefill, "verify": state.verify, "decode": state.decode}[kind]
+            drift.observe(median(found))
 
     def _observe_drafting(self, steps: Sequence[StepTime]) -> None:
         by_variant: dict[Variant, list[StepTime]] = {}
@@ -387,7 +429,7 @@ class Predictor:
         if not own:
             return
         state.step = fit(own)
-        state.prefill, state.decode = Drift(), Drift()
+        state.prefill, state.decode, state.verify = Drift(), Drift(), Drift()
         n = len(state.seen)
         widening = math.sqrt(n / max(1, n - 4))
         state.samples.clear()
@@ -413,11 +455,18 @@ def _measured(mode: Mode, timeline: Timeline) -> _Measured | None:
     return measured if all(each is None or math.isfinite(each) for each in measured) else None
 
 
-def _ratios(measured: _Measured, forecast: Forecast) -> Sample:
-    def ratio(seen: float, predicted: float) -> float:
-        return min(max(seen / max(predicted, 1e-6), 1 / _WIDEST_RATIO), _WIDEST_RATIO)
+def _kind(step: StepTime) -> str:
+    if step.prefill_tokens:
+        return "prefill"
+    return "verify" if step.decode_tokens > step.n_sequences else "decode"
 
+
+def _ratios(measured: _Measured, forecast: Forecast) -> Sample:
     tpot = None
     if measured.tpot_ms is not None and forecast.tpot_ms is not None:
-        tpot = ratio(measured.tpot_ms, forecast.tpot_ms)
-    return ratio(measured.ttft_ms, forecast.ttft_ms), tpot, ratio(measured.e2e_ms, forecast.e2e_ms)
+        tpot = _ratio(measured.tpot_ms, forecast.tpot_ms)
+    return _ratio(measured.ttft_ms, forecast.ttft_ms), tpot, _ratio(measured.e2e_ms, forecast.e2e_ms)
+
+
+def _ratio(seen: float, predicted: float) -> float:
+    return min(max(seen / max(predicted, 1e-6), 1 / _WIDEST_RATIO), _WIDEST_RATIO)

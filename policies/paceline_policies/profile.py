@@ -11,10 +11,11 @@ from paceline_engine.backends.base import ModelInfo
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.mode import Variant
 from paceline_policies.conformal import Sample
+from paceline_policies.drafting import Drafted
 from paceline_policies.quality import Quality
 from paceline_policies.step_model import StepModel
 
-FORMAT = 1
+FORMAT = 2
 """Rises when what a saved profile means changes; others are refused."""
 
 _STEP_FIELDS = ("fixed_s", "chunk_s", "small_s", "large_s", "decode_s", "kv_s", "pair_s", "knee", "error")
@@ -28,6 +29,8 @@ class VariantProfile:
     prefill_scale: float = 1.0
     """How much slower than the fit steps that prefill run of late."""
     decode_scale: float = 1.0
+    verify_scale: float = 1.0
+    """Of passes that verify drafts: several tokens of one sequence."""
     samples: tuple[Sample, ...] = ()
     """Recent ratios measured / predicted, oldest first."""
     assumed: bool = False
@@ -53,14 +56,8 @@ class Profile:
     """From submission to the first step of an idle engine."""
     gap_s: float = 0.0
     """Between two steps of an idle engine."""
-    acceptance: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Probability that a drafted token is accepted, by kind of speculation (``drift.speculation_kind``)."""
-    proposed: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Share of the longest draft that a pass got to verify, by kind of speculation."""
-    speculation_samples: Mapping[str, tuple[Sample, ...]] = field(
-        default_factory=dict[str, "tuple[Sample, ...]"]
-    )
-    """Recent ratios measured / predicted of speculating modes, by kind of speculation."""
+    drafted: Mapping[str, tuple[Drafted, ...]] = field(default_factory=dict[str, "tuple[Drafted, ...]"])
+    """Recent answers with drafts, by drafter, oldest first."""
     read_bytes_per_s: Mapping[Variant, float] = field(default_factory=dict[Variant, float])
     """Weights read per second by a decode step of one sequence."""
 
@@ -88,11 +85,9 @@ class Profile:
             },
             "overhead_s": self.overhead_s,
             "gap_s": self.gap_s,
-            "acceptance": dict(self.acceptance),
-            "proposed": dict(self.proposed),
-            "speculation_samples": {
-                kind: [list(sample) for sample in samples]
-                for kind, samples in self.speculation_samples.items()
+            "drafted": {
+                name: [[each.repetition, each.rate, each.share, *each.ratios] for each in found]
+                for name, found in self.drafted.items()
             },
             "read_bytes_per_s": {str(name): value for name, value in self.read_bytes_per_s.items()},
         }
@@ -119,12 +114,7 @@ class Profile:
                 },
                 overhead_s=_number(data["overhead_s"]),
                 gap_s=_number(data["gap_s"]),
-                acceptance={_text(k): min(1.0, _number(v)) for k, v in data["acceptance"].items()},
-                proposed={_text(k): min(1.0, _number(v)) for k, v in data.get("proposed", {}).items()},
-                speculation_samples={
-                    _text(kind): _samples(found)
-                    for kind, found in data.get("speculation_samples", {}).items()
-                },
+                drafted={_text(k): tuple(map(_drafted, found)) for k, found in data["drafted"].items()},
                 read_bytes_per_s={Variant(k): _number(v) for k, v in data["read_bytes_per_s"].items()},
             )
         except InvalidValueError as error:
@@ -138,6 +128,7 @@ def _variant_to_dict(each: VariantProfile) -> dict[str, Any]:
         "step": _step_to_dict(each.step),
         "prefill_scale": each.prefill_scale,
         "decode_scale": each.decode_scale,
+        "verify_scale": each.verify_scale,
         "samples": [list(sample) for sample in each.samples],
         "assumed": each.assumed,
         "draft": None if each.draft is None else _step_to_dict(each.draft),
@@ -155,6 +146,7 @@ def _variant_from_dict(data: Mapping[str, Any]) -> VariantProfile:
         step=_step_from_dict(data["step"]),
         prefill_scale=_positive(data["prefill_scale"]),
         decode_scale=_positive(data["decode_scale"]),
+        verify_scale=_positive(data["verify_scale"]),
         samples=_samples(data["samples"]),
         assumed=bool(data["assumed"]),
         draft=None if draft is None else _step_from_dict(draft),
@@ -171,6 +163,16 @@ def _samples(data: Sequence[Any]) -> tuple[Sample, ...]:
     return tuple(
         (_positive(ttft), None if tpot is None else _positive(tpot), _positive(e2e))
         for ttft, tpot, e2e in data
+    )
+
+
+def _drafted(row: Sequence[Any]) -> Drafted:
+    repetition, rate, share, ttft, tpot, e2e = row
+    return Drafted(
+        repetition=None if repetition is None else _number(repetition),
+        rate=min(1.0, _number(rate)),
+        share=min(1.0, _number(share)),
+        ratios=(_positive(ttft), _positive(tpot), _positive(e2e)),
     )
 
 

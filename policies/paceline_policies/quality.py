@@ -18,6 +18,14 @@ class Quality:
     deviation: float = 0.0
     """Standard error of the ratio over the windows."""
 
+    @property
+    def shown(self) -> float:
+        """What the measurement shows: one standard error below its value. Decisions count this.
+
+        So a variant whose loss is within the noise does not tie with the reference, to be taken as cheaper.
+        """
+        return max(0.0, self.value - self.deviation)
+
 
 def quality(*, reference: Sequence[float], variant: Sequence[float], tokens: Sequence[int]) -> Quality:
     """Quality of a variant from the log probabilities that it gives to the same text as the reference.

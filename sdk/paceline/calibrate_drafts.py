@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from importlib.resources import files
 
 from paceline.measured import run_measured
 from paceline.policy import Served
 from paceline_engine.request import Message
+from paceline_engine.snapshot import Snapshot
 from paceline_engine.timeline import Timeline
 from paceline_policies.draft_calibration import DraftProbe, draft_probes, with_drafts
 from paceline_policies.profile import Profile
-
-_CONVERSATIONS: tuple[Sequence[Message], ...] = (
-    (
-        {
-            "role": "user",
-            "content": 'The booking tool returned: {"flight": "SK4012", "from": "Oslo", "to": '
-            '"Bergen", "departs": "09:40", "gate": "B12", "status": "on time"}. '
-            "Tell the traveller when and where the flight departs.",
-        },
-    ),
-    ({"role": "user", "content": "Explain in a few sentences why the sky looks blue at noon."},),
-)
-"""An answer that quotes a tool's output, and one in the model's own words."""
 
 
 async def calibrate_drafts(served: Served, profile: Profile) -> Profile:
     """The profile with what drafting costs and how much of it is accepted.
 
-    Nothing runs where the backend offers no way to draft.
+    The conversations reach from an answer in the model's own words to one of a row of like answers. Nothing
+    runs where the backend offers no way to draft.
     """
-    probes = [(probe, messages) for probe in draft_probes(served.info) for messages in _CONVERSATIONS]
-    lines = [(probe, await _run(served, probe, messages)) for probe, messages in probes]
-    return with_drafts(profile, [(probe, line) for probe, line in lines if line is not None])
+    runs: list[tuple[DraftProbe, Snapshot, Timeline]] = []
+    if probes := draft_probes(served.info):
+        for messages in _conversations():
+            runs += [run for probe in probes if (run := await _run(served, probe, messages)) is not None]
+    return with_drafts(profile, runs) if runs else profile
 
 
-async def _run(served: Served, probe: DraftProbe, messages: Sequence[Message]) -> Timeline | None:
+def _conversations() -> list[Sequence[Message]]:
+    text = files("paceline").joinpath("data/draft_conversations.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line)["messages"] for line in text.splitlines()]
+
+
+async def _run(
+    served: Served, probe: DraftProbe, messages: Sequence[Message]
+) -> tuple[DraftProbe, Snapshot, Timeline] | None:
     prompt = await served.backend.prepare(messages)
     if prompt.n_tokens + probe.max_tokens > served.info.context_tokens:
         return None
+    snapshot = await served.backend.snapshot(prompt)
     run = await run_measured(served.backend, prompt, probe.mode, max_tokens=probe.max_tokens)
-    return run.timeline
+    return probe, snapshot, run.timeline

@@ -8,11 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_policies.conformal import Errors, assumed_samples, log_spread, quantile
+from paceline_policies.conformal import Errors, FloatArray, assumed_samples, log_spread
+from paceline_policies.conformal import quantile as weighted_quantile
 
 ratios = st.floats(min_value=0.05, max_value=20)
 samples = st.lists(st.tuples(ratios, st.none() | ratios, ratios), min_size=1, max_size=40)
 POINTS = (100.0, 10.0, 500.0)
+
+
+def quantile(ascending: FloatArray, q: float) -> float:
+    return weighted_quantile(ascending, np.ones(len(ascending)), q)
 
 
 def test_rank_has_the_finite_sample_correction() -> None:
@@ -95,3 +100,21 @@ def test_zero_variance_and_spread() -> None:
     assumed = assumed_samples(400, log_deviation=0.3)
     assert log_spread(assumed) == pytest.approx(0.3, rel=0.05)
     assert np.median([each[0] for each in assumed]) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_weight_counts_as_so_many_samples() -> None:
+    """Weights of 2 are two samples each, of 0 none; the new one weighs 1 beside them."""
+    rows = [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (9.0, 9.0, 9.0)]
+    weighted = Errors(rows, np.array([10.0, 10.0, 0.0]))
+    plain = Errors([rows[0]] * 10 + [rows[1]] * 10)
+    for q in (0.2, 0.5, 0.6, 0.9):
+        assert weighted.tpot(q) == plain.tpot(q)
+    points, limits = (1.0, 1.0, 1.0), (1.5, 1.5, 1.5)
+    assert weighted.p_meet(points=points, limits=limits) == plain.p_meet(points=points, limits=limits)
+
+
+def test_samples_of_little_weight_leave_p90_far_out() -> None:
+    """Where hardly anything like it was seen, p90 lies beyond the largest sample."""
+    rows = [(1.0, 1.0, 1.0)] * 50
+    assert Errors(rows, np.full(50, 0.01)).tpot(0.9) > 1.5
+    assert Errors(rows).tpot(0.9) == 1.0

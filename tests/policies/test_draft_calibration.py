@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,6 @@ from paceline_engine.snapshot import Snapshot
 from paceline_engine.timeline import StepTime, Timeline, TokenTime
 from paceline_policies.decide import BackendState, Remaining, decide
 from paceline_policies.draft_calibration import DraftProbe, draft_probes, with_drafts
-from paceline_policies.drift import Acceptance
 from paceline_policies.modes import candidate_modes
 from paceline_policies.predictor import Predictor
 from paceline_policies.profile import Profile
@@ -69,6 +69,12 @@ def _step(variant: Variant, at_s: float, seconds: float, *, tokens: int, draftin
     )
 
 
+def probed(calibrated: Predictor, look: Snapshot, accepted: Sequence[int]) -> Profile:
+    """The profile after twenty probes whose drafts all fared like this."""
+    run = (DraftProbe(mode=BF16_SELF), look, drafted(BF16_SELF, accepted))
+    return with_drafts(calibrated.profile, [run] * 20)
+
+
 def offering(info: ModelInfo) -> ModelInfo:
     return replace(info, speculations=(SELF, NGRAM))
 
@@ -94,16 +100,19 @@ def test_one_probe_for_each_way_to_draft(info: ModelInfo) -> None:
     assert draft_probes(info) == ()
 
 
-def test_probes_give_cost_and_acceptance(calibrated: Predictor) -> None:
-    """The drafting pass has a cost of its own, and the measured acceptance replaces the assumed one."""
+def test_probes_give_cost_and_acceptance(calibrated: Predictor, snapshot: Callable[..., Snapshot]) -> None:
+    """The drafting pass has a cost of its own, and what became of each probe's drafts is kept."""
     probe = DraftProbe(mode=BF16_SELF)
-    runs = [(probe, drafted(BF16_SELF, [4, 4, 3, 4, 4, 2, 4, 4])), (probe, drafted(BF16_SELF, [4] * 8))]
+    look = replace(snapshot(64), repetition=0.25)
+    runs = [(probe, look, drafted(BF16_SELF, accepted)) for accepted in ([4, 4, 3, 4, 4, 2, 4, 4], [4] * 8)]
     profile = with_drafts(calibrated.profile, runs)
     draft = profile.variants[Variant.INT4].draft
     assert draft is not None
     assert draft.step_seconds(_step(Variant.INT4, 0, 1, tokens=1)) == pytest.approx(DRAFT_S)
-    assert profile.acceptance["bf16+int4"] > 0.85
-    assert profile.proposed["bf16+int4"] == 1.0
+    kept = profile.drafted["int4"]
+    assert [each.share for each in kept] == [1.0, 1.0]
+    assert [each.repetition for each in kept] == [0.25, 0.25]
+    assert 0.9 < kept[0].rate < kept[1].rate == 1.0
     assert profile.variants[Variant.BF16].draft is None
     assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
 
@@ -112,9 +121,8 @@ def test_a_speculating_mode_is_predicted_from_draft_verify_and_acceptance(
     calibrated: Predictor, snapshot: Callable[..., Snapshot]
 ) -> None:
     """TPOT = (verify pass + drafts) / tokens per pass, so that good drafts make bf16 faster than alone."""
-    probe = DraftProbe(mode=BF16_SELF)
-    good = Predictor(with_drafts(calibrated.profile, [(probe, drafted(BF16_SELF, [4, 4, 3, 4] * 3))]))
-    poor = Predictor(with_drafts(calibrated.profile, [(probe, drafted(BF16_SELF, [0, 0, 1, 0] * 3))]))
+    good = Predictor(probed(calibrated, snapshot(64), [4, 4, 3, 4] * 3))
+    poor = Predictor(probed(calibrated, snapshot(64), [0, 0, 1, 0] * 3))
 
     def tpot(predictor: Predictor, mode: Mode) -> float:
         found = predictor.predict(mode, snapshot(), max_tokens=50).tpot
@@ -130,8 +138,7 @@ def test_lossless_speculation_wins_over_lower_quality(
     calibrated: Predictor, info: ModelInfo, snapshot: Callable[..., Snapshot]
 ) -> None:
     """Where bf16 alone is too slow, bf16 with drafts that are accepted is taken before int8."""
-    probe = DraftProbe(mode=BF16_SELF)
-    predictor = Predictor(with_drafts(calibrated.profile, [(probe, drafted(BF16_SELF, [4, 4, 3, 4] * 3))]))
+    predictor = Predictor(probed(calibrated, snapshot(64), [4, 4, 3, 4] * 3))
     offered = offering(info)
     state = BackendState(
         name="b",
@@ -176,29 +183,54 @@ def test_acceptance_and_draft_cost_are_learned_from_traffic(
         line = drafted(BF16_SELF, [4, 3, 4, 4, 4, 4], start_s=10.0 * number)
         predictor.observe(BF16_SELF, snapshot(64), None, line)
     profile = predictor.profile
-    assert profile.acceptance["bf16+int4"] > 0.8
+    assert [each.rate > 0.9 for each in profile.drafted["int4"]] == [True] * 12
     draft = profile.variants[Variant.INT4].draft
     assert draft is not None
     assert draft.step_seconds(_step(Variant.INT4, 0, 1, tokens=1)) == pytest.approx(DRAFT_S, rel=0.05)
-    assert len(profile.speculation_samples["bf16+int4"]) == 12
-    # What speculation errs by says nothing of the variant alone.
+    # What drafting errs by says nothing of the variant alone.
     assert profile.variants[Variant.BF16].samples == calibrated.profile.variants[Variant.BF16].samples
+    assert profile.variants[Variant.BF16].decode_scale == 1.0
 
 
-def test_a_lookup_that_finds_little_verifies_little(snapshot: Callable[..., Snapshot]) -> None:
-    """The share of proposed tokens is learned, so that passes without drafts are not charged for them."""
+def test_prompts_that_repeat_themselves_alike_tell_of_each_other(
+    calibrated: Predictor, snapshot: Callable[..., Snapshot]
+) -> None:
+    """Where repetitive prompts had their drafts accepted and others had not, each kind is told apart."""
     mode = Mode(variant=Variant.BF16, speculation=NGRAM)
-    acceptance = Acceptance({})
-    before = acceptance.drafts_per_pass(mode)
-    line = replace(drafted(mode, [0, 0, 4, 0, 0, 0]), drafted_tokens=4)
-    for _ in range(20):
-        acceptance.observe(mode, line)
-    assert acceptance.drafts_per_pass(mode) == pytest.approx(4 / 6, abs=0.05)
-    assert acceptance.drafts_per_pass(mode) < before
+    predictor = Predictor(calibrated.profile)
+    prompts = [(0.4, [4] * 6), (0.1, [0, 0, 1, 0, 0, 0])]
+    for number in range(24):
+        repetition, accepted = prompts[number % 2]
+        look = replace(snapshot(64), repetition=repetition)
+        predictor.observe(mode, look, None, drafted(mode, accepted, start_s=10.0 * number))
+    for repetition, accepted in prompts:
+        look = replace(snapshot(64), repetition=repetition)
+        line = drafted(mode, accepted)
+        found = predictor.predict(mode, look, max_tokens=line.n_tokens).tpot
+        assert found is not None
+        assert found.p50_ms == pytest.approx(line.tpot_ms(), rel=0.1)
+        assert found.p90_ms < 2 * found.p50_ms
+    unlike = predictor.predict(mode, replace(snapshot(64), repetition=0.9), max_tokens=30).tpot
+    assert unlike is not None
+    assert unlike.p90_ms > 2 * unlike.p50_ms, "of such a prompt nothing is known"
 
 
-def test_another_target_of_the_same_drafter_stands_in() -> None:
-    """What int4 drafts for bf16 tells what it may draft for int8, before anything else does."""
-    acceptance = Acceptance({"bf16+int4": 0.9})
-    assert acceptance.rate(Mode(variant=Variant.INT8, speculation=SELF)) == 0.9
-    assert acceptance.rate(Mode(variant=Variant.INT8, speculation=NGRAM)) == 0.2
+def test_what_is_told_covers_what_comes(calibrated: Predictor, snapshot: Callable[..., Snapshot]) -> None:
+    """Where acceptance varies at random, p90 covers nine in ten answers, and p50 half of them."""
+    rng = random.Random(5)
+    mode = Mode(variant=Variant.BF16, speculation=NGRAM)
+    predictor = Predictor(calibrated.profile)
+    below = {"p50": 0, "p90": 0}
+    for number in range(260):
+        look = replace(snapshot(64), repetition=rng.uniform(0.1, 0.3))
+        accepted = [4 if rng.random() < look.repetition * 3 else 0 for _ in range(8)]
+        line = drafted(mode, accepted, start_s=10.0 * number)
+        found, measured = predictor.predict(mode, look, max_tokens=line.n_tokens).tpot, line.tpot_ms()
+        assert found is not None
+        assert measured is not None
+        if number >= 60:
+            below["p50"] += measured <= found.p50_ms
+            below["p90"] += measured <= found.p90_ms
+        predictor.observe(mode, look, None, line)
+    assert 0.40 < below["p50"] / 200 < 0.65
+    assert 0.85 < below["p90"] / 200 < 0.98

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from paceline_engine.errors import InvalidValueError
-from paceline_policies.quality import quality
+from paceline_policies.quality import Quality, quality
 
 
 def test_ratio_of_perplexities() -> None:
@@ -58,3 +58,10 @@ def test_nonsense_is_refused(reference: list[float], variant: list[float], token
     """Windows that do not pair, or values that are no log probabilities, are refused."""
     with pytest.raises(InvalidValueError):
         quality(reference=reference, variant=variant, tokens=tokens)
+
+
+def test_a_loss_within_the_noise_is_not_taken_for_equal() -> None:
+    """What counts in decisions is one standard error below the value, and never below 0."""
+    assert Quality(value=1.0, deviation=0.003).shown == pytest.approx(0.997)
+    assert Quality(value=1.0).shown == 1.0
+    assert Quality(value=0.1, deviation=0.4).shown == 0.0

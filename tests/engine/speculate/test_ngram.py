@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paceline_engine.speculate.ngram import TokenHistory
+from paceline_engine.speculate.ngram import TokenHistory, repetition
 
 
 def continuation(token_ids: list[int], most: int) -> tuple[int, list[int]]:
@@ -64,3 +64,12 @@ def _longest(ids: list[int]) -> int:
         if any(ids[at : at + length] == suffix for at in range(len(ids) - length)):
             best = length
     return best
+
+
+def test_repetition_is_what_a_lookup_of_two_tokens_would_draft_right() -> None:
+    """A text without repeated pairs has 0, a loop nearly 1, and half a loop half."""
+    assert repetition(range(1000)) == 0.0
+    assert repetition([1, 2, 3, 4] * 250) == pytest.approx(1.0, abs=0.01)
+    assert repetition([*range(10, 510), *[1, 2, 3, 4] * 125]) == pytest.approx(0.5, abs=0.01)
+    assert repetition([1, 2, 5, 1, 2, 6, 1, 2, 7]) == 0.0, "what follows the pair differs each time"
+    assert repetition([]) == repetition([1, 1, 1]) == 0.0

@@ -35,6 +35,7 @@ from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, Message, Prompt, ScoreRequest
 from paceline_engine.snapshot import Snapshot
+from paceline_engine.speculate.ngram import repetition
 
 T = TypeVar("T")
 
@@ -115,6 +116,8 @@ class EmbeddedBackend:
         """The state now; answered beside a running step."""
         session = await self._ready()
         call = session.snapshot(prompt.token_ids, salt=salt, adapter=adapter)
+        # Told here, where it costs the worker no time; it asks nothing of the engine.
+        repeats = repetition(prompt.token_ids) if self._config.offered_speculations else None
         limit_s = self._config.answer_timeout_s
         try:
             if not await call.inbox.wait(time.monotonic() + limit_s):
@@ -128,7 +131,7 @@ class EmbeddedBackend:
         if isinstance(item, PacelineError):
             raise copy.copy(item)
         assert isinstance(item, Snapshot)
-        return item
+        return dataclasses.replace(item, repetition=repeats)
 
     def submit(self, request: GenerationRequest, plan: Plan) -> AsyncIterator[Chunk]:
         """Run a generation; the request is sent by the first ``__anext__``. See ``Backend.submit``."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline_policies.slo import SLO
 
 N_TURNS = 60
-MAX_TOKENS = 24
+MAX_TOKENS = 48
 MAX_P50_ERROR = 0.25
 MIN_P90_COVERAGE = 0.80
 MAX_P90_COVERAGE = 0.98
@@ -90,8 +90,8 @@ def measure(options: BenchOptions) -> BenchReport:
 async def _replay(model: str, turns: list[ReplayTurn]) -> list[GenerationRecord]:
     import paceline
 
-    loose = paceline.SLO(ttft_ms=None, tpot_ms=None, e2e_ms=600_000)
-    tight = paceline.SLO(ttft_ms=1, tpot_ms=1, e2e_ms=1)
+    loose = paceline.SLO(ttft_ms=None, tpot_ms=None, e2e_ms=600_000, adapt=False)
+    tight = paceline.SLO(ttft_ms=1, tpot_ms=1, e2e_ms=1, adapt=False)
     records: list[GenerationRecord] = []
     with progress_bar() as on_progress:
         client = await paceline.AsyncClient(model, on_progress=on_progress).__aenter__()
