@@ -25,10 +25,11 @@ class _Gathered:
 class Collector:
     """Everything that was delivered of one generation."""
 
-    __slots__ = ("_choices", "_clock", "_mode", "_submitted_at_s")
+    __slots__ = ("_choices", "_clock", "_mode", "_n_open", "_submitted_at_s")
 
     def __init__(self, *, n: int, mode: Mode, submitted_at_s: float, clock: Callable[[], float]) -> None:
         self._choices = [_Gathered() for _ in range(n)]
+        self._n_open = n
         self._mode = mode
         self._submitted_at_s = submitted_at_s
         self._clock = clock
@@ -52,6 +53,7 @@ class Collector:
         if chunk.logprobs:
             choice.logprobs.extend(chunk.logprobs)
         if chunk.finish is not None:
+            self._n_open -= choice.finish is None
             choice.finish = _delivered(chunk.finish, choice.taken, now)
         # Built plainly, as below: this runs for every token.
         return Chunk(
@@ -67,7 +69,7 @@ class Collector:
     @property
     def complete(self) -> bool:
         """Every choice has ended."""
-        return all(choice.finish is not None for choice in self._choices)
+        return self._n_open == 0
 
     @property
     def empty(self) -> bool:
@@ -150,12 +152,17 @@ def _delivered(finish: Finish, taken: Sequence[TokenTime], now: float) -> Finish
 
     A token is delivered with the first chunk made at or after it: text may be held back for a while.
     """
-    place = 0
+    place, n_taken = 0, len(taken)
     tokens: list[TokenTime] = []
     for token in finish.timeline.tokens:
-        while place < len(taken) and taken[place].made_at_s < token.made_at_s:
+        while place < n_taken and taken[place].made_at_s < token.made_at_s:
             place += 1
-        delivered = taken[place].delivered_at_s if place < len(taken) else now
+        if place < n_taken:
+            chunk = taken[place]
+            if chunk.made_at_s == token.made_at_s and chunk.n_tokens == token.n_tokens:
+                tokens.append(chunk)
+                continue
+        delivered = taken[place].delivered_at_s if place < n_taken else now
         # Built plainly: replace() takes several times as long.
         tokens.append(TokenTime(made_at_s=token.made_at_s, n_tokens=token.n_tokens, delivered_at_s=delivered))
     return replace(finish, timeline=replace(finish.timeline, tokens=tuple(tokens)))

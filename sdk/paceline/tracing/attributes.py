@@ -65,6 +65,7 @@ def of_decision(decision: Decision) -> Attributes:
             f"{prefix}.variant": str(mode.variant),
             f"{prefix}.max_tokens": decision.plan.max_tokens,
             f"{prefix}.speculation": mode.speculation is not None,
+            names.REQUEST_MAX_TOKENS: decision.plan.max_tokens,
         }
     if decision.prediction is not None:
         found |= _of_prediction(decision.prediction, prefix)

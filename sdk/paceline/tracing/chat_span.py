@@ -111,13 +111,17 @@ class RecordedChat:
         if not self._span.is_recording():
             return
         with harmless():
-            found = attributes.of_decision(decision)
-            self._span.set_attributes(found)
-            if decision.plan is not None:
-                self._span.set_attribute(names.REQUEST_MAX_TOKENS, decision.plan.max_tokens)
+            self._span.set_attributes(attributes.of_decision(decision))
             wall = self._recorder.anchor.wall
+            # The decision itself stands on the call's span, where it is searched for.
             decide = self._recorder.tracer.start_span(
-                names.DECIDE_SPAN, context=self._context, start_time=wall(started_at_s), attributes=found
+                names.DECIDE_SPAN,
+                context=self._context,
+                start_time=wall(started_at_s),
+                attributes={
+                    f"{names.DECISION}.action": decision.action,
+                    f"{names.DECISION}.modes": len(decision.candidates),
+                },
             )
             decide.end(end_time=wall(max(started_at_s, ended_at_s)))
 
@@ -162,10 +166,10 @@ class RecordedChat:
         ended_at_s: float,
     ) -> None:
         span, settings = self._span, self._recorder.settings
-        span.set_attributes(attributes.of_record(record))
+        found = attributes.of_record(record)
         if timeline.tokens:
-            first_s = taken_at(timeline.tokens[0]) - self._started_at_s
-            span.set_attribute(names.RESPONSE_TIME_TO_FIRST_CHUNK, first_s)
+            found[names.RESPONSE_TIME_TO_FIRST_CHUNK] = taken_at(timeline.tokens[0]) - self._started_at_s
+        span.set_attributes(found)
         if settings.record_content and output_text is not None:
             said = content.output_messages(output_text, record.finish_reason, settings.content_limit)
             span.set_attribute(names.OUTPUT_MESSAGES, said)

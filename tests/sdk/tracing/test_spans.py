@@ -70,7 +70,9 @@ def test_phases_have_the_times_of_the_timeline(play: Play, captured: Any) -> Non
     assert duration_ms(queue) == pytest.approx(50, abs=0.01)
     assert duration_ms(prefill) == pytest.approx(250, abs=0.01)
     assert duration_ms(decode) == pytest.approx(160, abs=0.01)
-    assert duration_ms(captured.named("paceline.decide")) == pytest.approx(10, abs=0.01)
+    decide = captured.named("paceline.decide")
+    assert duration_ms(decide) == pytest.approx(10, abs=0.01)
+    assert attributes(decide) == {"paceline.decision.action": "run", "paceline.decision.modes": 2}
     assert duration_ms(captured.named("invoke_agent assistant")) == pytest.approx(600, abs=0.01)
     assert queue.end_time == prefill.start_time
     assert prefill.end_time == decode.start_time
