@@ -24,11 +24,12 @@ FloatArray = NDArray[np.float64]
 
 KEPT = 96
 """Answers kept for each drafter."""
-_ALIKE = 0.05
+_ALIKE = 0.08
 """Prompts whose repetition differs by this much count 0.6 of one that is equal, by twice as much 0.14."""
-_ASSUMED_WEIGHT = 0.5
+_ASSUMED_WEIGHT = 1.0
 """What all assumed outcomes together weigh against one answer to an equal prompt."""
 _ASSUMED = 8
+_LEAST_SHARE = 0.25
 _FEWEST_TOKENS = 5
 """A shorter answer says too little of acceptance."""
 _RATES: FloatArray = np.linspace(0.0, 1.0, 257)
@@ -92,11 +93,12 @@ class Drafting:
         if repetition is not None:
             weights = np.exp(-0.5 * ((facts[:, 0] - repetition) / _ALIKE) ** 2)
             weights[np.isnan(weights)] = 1.0
-        least_drafts = most * (1.0 if mode.speculation.drafter is Drafter.SELF else 0.5)
         assumed = (most + 1.0) ** ((np.arange(_ASSUMED) + 0.5) / _ASSUMED)
+        # An engine drafts less where less is accepted, but never stops trying.
+        drafts = _LEAST_SHARE * most + (1 - _LEAST_SHARE) * (assumed - 1)
         return Outcomes(
             tokens_per_pass=np.concatenate([expected_tokens(facts[:, 1], most), assumed]),
-            drafts_per_pass=np.concatenate([most * facts[:, 2], np.maximum(assumed - 1, least_drafts)]),
+            drafts_per_pass=np.concatenate([most * facts[:, 2], drafts]),
             weights=np.concatenate([weights, np.full(_ASSUMED, _ASSUMED_WEIGHT / _ASSUMED)]),
             ratios=ratios,
         )

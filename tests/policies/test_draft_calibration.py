@@ -199,7 +199,7 @@ def test_prompts_that_repeat_themselves_alike_tell_of_each_other(
     mode = Mode(variant=Variant.BF16, speculation=NGRAM)
     predictor = Predictor(calibrated.profile)
     prompts = [(0.4, [4] * 6), (0.1, [0, 0, 1, 0, 0, 0])]
-    for number in range(24):
+    for number in range(40):
         repetition, accepted = prompts[number % 2]
         look = replace(snapshot(64), repetition=repetition)
         predictor.observe(mode, look, None, drafted(mode, accepted, start_s=10.0 * number))
@@ -209,7 +209,7 @@ def test_prompts_that_repeat_themselves_alike_tell_of_each_other(
         found = predictor.predict(mode, look, max_tokens=line.n_tokens).tpot
         assert found is not None
         assert found.p50_ms == pytest.approx(line.tpot_ms(), rel=0.1)
-        assert found.p90_ms < 2 * found.p50_ms
+        assert found.p90_ms < 1.5 * found.p50_ms
     unlike = predictor.predict(mode, replace(snapshot(64), repetition=0.9), max_tokens=30).tpot
     assert unlike is not None
     assert unlike.p90_ms > 2 * unlike.p50_ms, "of such a prompt nothing is known"
