@@ -19,6 +19,7 @@ FORMAT = 2
 """Rises when what a saved profile means changes; others are refused."""
 
 _STEP_FIELDS = ("fixed_s", "chunk_s", "small_s", "large_s", "decode_s", "kv_s", "pair_s", "knee", "error")
+_QUALITY_FIELDS = ("value", "deviation", "perplexity_ratio", "kl_nats", "top1_agreement", "n_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class Profile:
             "version": self.version,
             "variants": {str(name): _variant_to_dict(each) for name, each in self.variants.items()},
             "qualities": {
-                str(name): {"value": each.value, "deviation": each.deviation}
+                str(name): {field: getattr(each, field) for field in _QUALITY_FIELDS}
                 for name, each in self.qualities.items()
             },
             "overhead_s": self.overhead_s,
@@ -108,10 +109,7 @@ class Profile:
                 device=_text(data["device"]),
                 version=_text(data["version"]),
                 variants={Variant(k): _variant_from_dict(v) for k, v in data["variants"].items()},
-                qualities={
-                    Variant(name): Quality(value=_number(each["value"]), deviation=_number(each["deviation"]))
-                    for name, each in data["qualities"].items()
-                },
+                qualities={Variant(name): _quality(each) for name, each in data["qualities"].items()},
                 overhead_s=_number(data["overhead_s"]),
                 gap_s=_number(data["gap_s"]),
                 drafted={_text(k): tuple(map(_drafted, found)) for k, found in data["drafted"].items()},
@@ -173,6 +171,20 @@ def _drafted(row: Sequence[Any]) -> Drafted:
         rate=min(1.0, _number(rate)),
         share=min(1.0, _number(share)),
         ratios=(_positive(ttft), _positive(tpot), _positive(e2e)),
+    )
+
+
+def _quality(data: Mapping[str, Any]) -> Quality:
+    def known(name: str) -> float | None:
+        return None if data.get(name) is None else _number(data[name])
+
+    return Quality(
+        value=_number(data["value"]),
+        deviation=_number(data["deviation"]),
+        perplexity_ratio=known("perplexity_ratio"),
+        kl_nats=known("kl_nats"),
+        top1_agreement=known("top1_agreement"),
+        n_tokens=int(_number(data.get("n_tokens", 0))),
     )
 
 

@@ -57,6 +57,8 @@ def test_first_start_calibrates_and_the_next_reads_the_file(cache):
     assert saved is not None
     assert set(saved.variants) == {Variant.BF16, Variant.INT4}
     assert saved.qualities[Variant.BF16].value == 1.0
+    assert saved.qualities[Variant.INT4].n_tokens > 0
+    assert (saved.qualities[Variant.INT4].kl_nats, saved.qualities[Variant.INT4].top1_agreement) == (0.0, 1.0)
     assert start()[0] == []
     assert [file.suffix for file in (cache / "profiles").iterdir()] == [".json"]
 

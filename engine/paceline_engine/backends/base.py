@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from paceline_engine.chunk import Chunk, ScoreResult
+from paceline_engine.fidelity import Fidelity, FidelityRequest
 from paceline_engine.mode import Speculation, Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, Message, Prompt, ScoreRequest
@@ -126,6 +127,20 @@ class Pinning(Protocol):
 
     def unpin(self, pin_id: str) -> None:
         """Let it be evicted again; an unknown pin is ignored. Never blocks."""
+        ...
+
+
+@runtime_checkable
+class Comparing(Protocol):
+    """What a backend may offer beside ``Backend``: how near its variants are to one of them on a text."""
+
+    async def compare(self, request: FidelityRequest) -> Mapping[Variant, Fidelity]:
+        """What each variant came to, the reference first. Streams wait for a stretch of it at a time.
+
+        Raises:
+            InvalidValueError: the text does not suit the model; nothing was run.
+            EngineDiedError, BackendError: it could not be run to its end.
+        """
         ...
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from paceline_engine.chunk import Chunk, ScoreResult
 from paceline_engine.errors import InvalidValueError, PacelineError
+from paceline_engine.fidelity import Fidelity
+from paceline_engine.mode import Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,5 +56,7 @@ class StepOutput:
     """(request id, chunk), in the order in which they were made."""
     scores: tuple[tuple[str, ScoreResult], ...] = ()
     """(request id, result) of the scorings that ended."""
+    fidelities: tuple[tuple[str, Mapping[Variant, Fidelity]], ...] = ()
+    """(request id, what each variant came to) of the comparisons that ended."""
     errors: tuple[tuple[str, PacelineError], ...] = ()
     """(request id, error): the request ended with it, the others go on."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from paceline_engine.cache.blocks import BlockPool
 from paceline_engine.cache.prefix import CacheScope
@@ -18,9 +19,11 @@ from paceline_engine.core.base import EngineConfig, StepOutput
 from paceline_engine.core.drafting import DraftedStep, draft_step
 from paceline_engine.core.generation import Generation
 from paceline_engine.core.ledger import Ledger
+from paceline_engine.core.measuring import Measurements
 from paceline_engine.core.passes import PassResult, run_pass
 from paceline_engine.core.scoring import Scoring
 from paceline_engine.errors import InvalidValueError
+from paceline_engine.fidelity import FidelityRequest
 from paceline_engine.grammar.compiler import Compiled, GrammarCompiler
 from paceline_engine.loading.base import Tokenizer
 from paceline_engine.mode import Variant
@@ -66,6 +69,7 @@ class Engine:
             max_pinned_share=self._config.max_pinned_share,
         )
         self._ledger = Ledger(self._scheduler, runner.copy_block, self._config.max_steps_recorded)
+        self._measurements = Measurements(runner, self._pool, self._lock)
         self._eos_ids = frozenset((*tokenizer.eos_token_ids, *runner.spec.eos_token_ids))
         self._grammars = GrammarCompiler(tokenizer, vocab_size=runner.spec.vocab_size, end_ids=self._eos_ids)
         self._speculator = Speculator(
@@ -80,7 +84,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether ``step`` has something to run or to emit."""
         with self._lock:
-            return bool(self._ledger.requests)
+            return bool(self._ledger.requests) or self._measurements.has_work
 
     def submit(self, request: GenerationRequest, plan: Plan, *, submitted_at_s: float) -> None:
         """Queue a generation. A grammar is compiled here, on the caller's thread.
@@ -116,6 +120,16 @@ class Engine:
         sequence = self._new_sequence(request, plan, submitted_at_s, scored=True)
         self._enter(Scoring(request, plan, sequence, options))
 
+    def submit_fidelity(self, request: FidelityRequest) -> None:
+        """Queue a comparison of the variants on a text: streams wait while a stretch of it runs.
+
+        Raises:
+            InvalidValueError: ids that the model does not have.
+            UnknownOptionError: the reference is not loaded.
+            PromptTooLongError: it can never fit the context or the KV cache.
+        """
+        self._measurements.enter(request)
+
     def abort(self, request_id: str) -> None:
         """End a request from outside; unknown ids are ignored, since it may just have ended.
 
@@ -124,6 +138,7 @@ class Engine:
         """
         with self._lock:
             self._ledger.cancel(request_id)
+            self._measurements.cancel(request_id)
 
     def change_variant(self, request_id: str, variant: Variant) -> None:
         """Run the request with ``variant`` from its next token on, whatever the step policy would choose.
@@ -199,7 +214,9 @@ class Engine:
         """
         drafted = self._draft(self._schedule())
         results = [self._run(part) for part in drafted.passes]
-        return self._commit(drafted, results)
+        measured = self._measurements.step()
+        output = self._commit(drafted, results)
+        return replace(output, fidelities=measured.fidelities, errors=output.errors + measured.errors)
 
     def _schedule(self) -> tuple[Pass, ...]:
         with self._lock:

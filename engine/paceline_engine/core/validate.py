@@ -10,6 +10,7 @@ from paceline_engine.errors import (
     PromptTooLongError,
     UnknownOptionError,
 )
+from paceline_engine.fidelity import FidelityRequest
 from paceline_engine.grammar.compiler import Compiled
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import ModelRunner
@@ -42,6 +43,20 @@ def check_score(
         _check_ids("options", ids, runner.spec.vocab_size)
     longest = max(map(len, options))
     check_fits(runner, n_prompt=len(request.prompt.token_ids), n_more=longest, more="the longest option")
+
+
+def check_fidelity(request: FidelityRequest, runner: ModelRunner, *, blocks_needed: int) -> None:
+    """Refuse a comparison that this model cannot run as asked."""
+    check_variant(request.reference, runner.variants)
+    _check_ids("token_ids", request.token_ids, runner.spec.vocab_size)
+    check_fits(runner, n_prompt=len(request.token_ids), n_more=0, more="nothing")
+    if blocks_needed > runner.n_blocks:
+        raise PromptTooLongError(
+            "token_ids",
+            observed=f"{len(request.token_ids)} tokens, each run as {len(runner.variants)} variants",
+            limit=f"{runner.n_blocks} KV blocks of {runner.block_size} tokens for all variants together",
+            remedy="compare a shorter text, or raise kv_tokens",
+        )
 
 
 def check_fits(runner: ModelRunner, *, n_prompt: int, n_more: int, more: str) -> None:

@@ -1,99 +1,90 @@
-"""How near a variant's next-token distributions are to the reference's, on held text."""
+"""Compares the next-token distributions of variants with those of a reference, on one text."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline_engine.errors import InvalidValueError
+from paceline_engine.fidelity import Fidelity, FidelityRequest
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import Logits, ModelRunner, SequenceSlice
 
 _ROWS = 64
-"""Tokens of a pass: the logits of a large vocabulary take a megabyte each."""
+"""Tokens of a compared pass: the logits of a large vocabulary take a megabyte each."""
+_CONTEXT_ROWS = 256
+_COMPARED_ROWS = 4
+"""So that what is worked out on the way stays in the caches."""
+
+FidelityPasses = Generator[None, None, dict[Variant, Fidelity]]
+"""Yields after each stretch of the text; its value is what was found."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fidelity:
-    """One variant beside the reference, over all predicted tokens of all windows."""
-
-    perplexity_ratio: float
-    """Perplexity of the variant divided by that of the reference."""
-    kl_nats: float
-    """Mean Kullback-Leibler divergence of the variant from the reference."""
-    top1_agreement: float
-    """Share of positions at which both find the same token most likely."""
-    n_tokens: int
+def blocks_needed(n_tokens: int, runner: ModelRunner) -> int:
+    """KV blocks for a text of this length: every variant reads keys and values of its own."""
+    return len(runner.variants) * -(-n_tokens // runner.block_size)
 
 
-def measure_fidelity(
-    runner: ModelRunner, windows: Sequence[Sequence[int]], *, reference: Variant = Variant.BF16
-) -> dict[Variant, Fidelity]:
-    """Run every variant of the runner over the same windows, each from an empty context.
-
-    Overwrites the runner's KV blocks: nothing else may use it meanwhile.
+def fidelity_passes(runner: ModelRunner, request: FidelityRequest, blocks: Sequence[int]) -> FidelityPasses:
+    """Run the text with every variant, a stretch at a time.
 
     Args:
-        windows: token ids; each token but the first is predicted from those before it.
-
-    Raises:
-        InvalidValueError: no window of at least two tokens, one that does not fit the runner's blocks, or a
-            reference that the runner does not have.
+        request: its ids and reference are the runner's.
+        blocks: KV blocks that nobody else uses meanwhile, as many as ``blocks_needed``.
     """
-    variants = [reference, *(each for each in runner.variants if each is not reference)]
-    # Every variant reads keys and values of its own.
-    blocks_each = runner.n_blocks // len(variants)
-    longest = min(blocks_each * runner.block_size, runner.spec.context_tokens)
-    if reference not in runner.variants:
-        raise InvalidValueError(
-            "reference",
-            observed=reference,
-            limit=f"one of {', '.join(runner.variants)}",
-            remedy="load the variant that the others are compared with",
-        )
-    if not windows or not all(2 <= len(ids) <= longest for ids in windows):
-        raise InvalidValueError(
-            "windows",
-            observed=[len(ids) for ids in windows][:8],
-            limit=f"some windows of 2 to {longest} tokens",
-            remedy="cut the text to shorter windows, or give the runner more blocks",
-        )
+    variants = [request.reference, *(each for each in runner.variants if each is not request.reference)]
+    each = len(blocks) // len(variants)
+    tables = {variant: blocks[at * each : (at + 1) * each] for at, variant in enumerate(variants)}
     sums = {variant: torch.zeros(3, dtype=torch.float64) for variant in variants}
-    with torch.inference_mode():
-        for ids in windows:
-            for first in range(0, len(ids) - 1, _ROWS):
-                end = min(first + _ROWS, len(ids) - 1)
-                targets = torch.tensor(ids[first + 1 : end + 1])
-                expected: Tensor | None = None
-                for index, variant in enumerate(variants):
-                    table = range(index * blocks_each, (index + 1) * blocks_each)
-                    rows = SequenceSlice(
-                        token_ids=ids[first:end], position=first, block_table=table, logits=Logits.ALL
-                    )
-                    found = runner.forward([rows], variant).log_softmax(-1)  # [rows, vocab]
-                    expected = found if expected is None else expected
-                    sums[variant] += _compare(found, expected, targets)
-    n_tokens = sum(len(ids) - 1 for ids in windows)
-    base = float(sums[reference][0])
+    ids, at, end = request.token_ids, 0, len(request.token_ids) - 1
+    while at < end:
+        compared = at >= request.first_compared - 1
+        upto = min(at + _ROWS, end) if compared else min(at + _CONTEXT_ROWS, request.first_compared - 1)
+        _stretch(runner, ids[at : upto + 1], at, tables, sums if compared else None)
+        at = upto
+        yield
     return {
         variant: Fidelity(
-            perplexity_ratio=math.exp((float(found[0]) - base) / n_tokens),
-            kl_nats=float(found[1]) / n_tokens,
-            top1_agreement=float(found[2]) / n_tokens,
-            n_tokens=n_tokens,
+            n_tokens=len(ids) - request.first_compared,
+            logprob=float(found[0]),
+            kl_nats=float(found[1]),
+            n_agreed=round(float(found[2])),
         )
         for variant, found in sums.items()
     }
 
 
+@torch.inference_mode()
+def _stretch(
+    runner: ModelRunner,
+    ids: Sequence[int],
+    position: int,
+    tables: dict[Variant, Sequence[int]],
+    sums: dict[Variant, Tensor] | None,
+) -> None:
+    """Run all of ``ids`` but the last; each predicts the one after it. The reference comes first."""
+    expected: Tensor | None = None
+    for variant, table in tables.items():
+        part = SequenceSlice(
+            token_ids=ids[:-1],
+            position=position,
+            block_table=table,
+            logits=Logits.NONE if sums is None else Logits.ALL,
+        )
+        logits = runner.forward([part], variant)
+        if sums is not None:
+            expected = logits if expected is None else expected
+            targets = torch.tensor(ids[1:], device=logits.device)
+            for start in range(0, len(targets), _COMPARED_ROWS):
+                rows = slice(start, start + _COMPARED_ROWS)
+                sums[variant] += _compare(logits[rows], expected[rows], targets[rows]).cpu()
+
+
 def _compare(found: Tensor, expected: Tensor, targets: Tensor) -> Tensor:
-    """Sums over rows of log probabilities [rows, vocab]: negative log likelihood, divergence, agreement."""
-    targets = targets.to(found.device)
-    likelihood = -found.gather(1, targets[:, None]).double().sum()
+    """Sums over rows of logits [rows, vocab]: log likelihood, divergence of found, agreement."""
+    found, expected = found.log_softmax(-1), expected.log_softmax(-1)
+    likelihood = found.gather(1, targets[:, None]).double().sum()
     divergence = (expected.exp() * (expected - found)).sum(-1).double().sum()
     agreement = (found.argmax(-1) == expected.argmax(-1)).double().sum()
-    return torch.stack([likelihood, divergence, agreement]).cpu()
+    return torch.stack([likelihood, divergence, agreement])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ import pytest
 import torch
 
 from paceline_engine.errors import InvalidValueError
+from paceline_engine.fidelity import Fidelity, FidelityRequest
 from paceline_engine.loading import open_checkpoint
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import Logits, SequenceSlice
 from paceline_engine.model.runner import TorchRunner
-from paceline_engine.quant.fidelity import measure_fidelity
+from paceline_engine.quant.fidelity import blocks_needed, fidelity_passes
 
 
 @pytest.fixture(scope="module")
@@ -30,47 +30,48 @@ def window_of(runner: TorchRunner, length: int, seed: int) -> list[int]:
     return torch.randint(runner.spec.vocab_size, (length,), generator=generator).tolist()
 
 
+def compare(runner: TorchRunner, ids: list[int], *, first: int = 1) -> dict[Variant, Fidelity]:
+    request = FidelityRequest(id="a", token_ids=tuple(ids), first_compared=first, reference=Variant.FP32)
+    passes = fidelity_passes(runner, request, list(range(blocks_needed(len(ids), runner))))
+    while True:
+        try:
+            next(passes)
+        except StopIteration as ended:
+            return dict(ended.value)
+
+
 def test_the_reference_is_like_itself(runner: TorchRunner) -> None:
     """Beside itself a variant loses nothing, and the coarser of two others loses more."""
-    found = measure_fidelity(runner, [window_of(runner, 150, 1)], reference=Variant.FP32)
+    found = compare(runner, window_of(runner, 150, 1))
     same = found[Variant.FP32]
-    assert (same.perplexity_ratio, same.kl_nats, same.top1_agreement) == (1.0, 0.0, 1.0)
+    assert (same.kl_nats, same.n_agreed, same.n_tokens) == (0.0, 149, 149)
     assert 0 < found[Variant.INT8].kl_nats < found[Variant.INT4].kl_nats
-    assert found[Variant.INT8].top1_agreement > found[Variant.INT4].top1_agreement
+    assert found[Variant.INT8].n_agreed > found[Variant.INT4].n_agreed
 
 
-def test_the_figures_are_those_of_the_logits(runner: TorchRunner) -> None:
-    """Ratio, divergence and agreement equal what whole passes give, though they are taken piece by piece."""
-    windows = [window_of(runner, 100, 2), window_of(runner, 33, 3)]
+@pytest.mark.parametrize("first", [1, 40])
+def test_the_figures_are_those_of_the_logits(first: int, runner: TorchRunner) -> None:
+    """Likelihood, divergence and agreement, taken in stretches, equal what a whole pass gives."""
+    ids = window_of(runner, 132, 2)
     rows: dict[Variant, torch.Tensor] = {}
     for variant in (Variant.FP32, Variant.INT4):
-        parts = [
-            runner.forward(
-                [SequenceSlice(token_ids=ids, position=0, block_table=range(7), logits=Logits.ALL)], variant
-            )[:-1]
-            for ids in windows
-        ]
-        rows[variant] = torch.cat(parts).log_softmax(-1)
-    targets = torch.tensor([each for ids in windows for each in ids[1:]])
+        whole = SequenceSlice(token_ids=ids, position=0, block_table=range(9), logits=Logits.ALL)
+        rows[variant] = runner.forward([whole], variant)[first - 1 : -1].log_softmax(-1)
+    targets = torch.tensor(ids[first:])
     expected, given = rows[Variant.FP32], rows[Variant.INT4]
-    picked = [each.gather(1, targets[:, None]).mean() for each in (expected, given)]
-    found = measure_fidelity(runner, windows, reference=Variant.FP32)[Variant.INT4]
-    assert found.n_tokens == 131
-    assert found.perplexity_ratio == pytest.approx(math.exp(float(picked[0] - picked[1])), rel=1e-3)
-    divergence = (expected.exp() * (expected - given)).sum(-1).mean()
-    assert found.kl_nats == pytest.approx(float(divergence), rel=1e-2)
-    agreement = (expected.argmax(-1) == given.argmax(-1)).float().mean()
-    assert found.top1_agreement == pytest.approx(float(agreement), abs=0.01)
+    found = compare(runner, ids, first=first)
+    for variant, row in rows.items():
+        likelihood = float(row.gather(1, targets[:, None]).sum())
+        assert found[variant].logprob == pytest.approx(likelihood, rel=1e-3)
+    assert found[Variant.INT4].n_tokens == 132 - first
+    divergence = (expected.exp() * (expected - given)).sum()
+    assert found[Variant.INT4].kl_nats == pytest.approx(float(divergence), rel=1e-2)
+    agreed = int((expected.argmax(-1) == given.argmax(-1)).sum())
+    assert found[Variant.INT4].n_agreed == pytest.approx(agreed, abs=1)
 
 
-@pytest.mark.parametrize("lengths", [[], [1], [20, 161]])
-def test_windows_that_cannot_be_run_are_refused(runner: TorchRunner, lengths: list[int]) -> None:
-    """No window, one with nothing to predict, and one beyond the blocks are named."""
-    with pytest.raises(InvalidValueError, match="windows"):
-        measure_fidelity(runner, [window_of(runner, each, 4) for each in lengths], reference=Variant.FP32)
-
-
-def test_a_reference_that_is_not_loaded_is_refused(runner: TorchRunner) -> None:
-    """The reference must be one of the runner's variants."""
-    with pytest.raises(InvalidValueError, match="reference"):
-        measure_fidelity(runner, [window_of(runner, 9, 5)])
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_text_with_nothing_to_predict_is_refused(first: int) -> None:
+    """At least one token is compared, and at least one stands before it."""
+    with pytest.raises(InvalidValueError, match="first_compared"):
+        FidelityRequest(id="a", token_ids=(1, 2), first_compared=first, reference=Variant.FP32)

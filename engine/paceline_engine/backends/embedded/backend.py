@@ -30,6 +30,7 @@ from paceline_engine.backends.embedded.stream import (
 from paceline_engine.backends.embedded.supervisor import Supervisor
 from paceline_engine.chunk import Chunk, ScoreResult
 from paceline_engine.errors import BackendError, InvalidValueError, ModelLoadError, PacelineError
+from paceline_engine.fidelity import Fidelity, FidelityRequest
 from paceline_engine.loading.base import Tokenizer
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
@@ -156,6 +157,21 @@ class EmbeddedBackend:
         result = await pending.next_item()
         assert isinstance(result, ScoreResult)
         return result
+
+    async def compare(self, request: FidelityRequest) -> Mapping[Variant, Fidelity]:
+        """Compare the variants on a text. See ``base.Comparing``; cancelling the task aborts it."""
+        check_owner(self._owner_pid)
+        session = await self._ready()
+        call = session.compare(request)
+        try:
+            await call.inbox.wait(None)
+        finally:
+            session.abandon(call)
+        item = call.inbox.items.popleft()
+        if isinstance(item, PacelineError):
+            raise copy.copy(item)
+        assert isinstance(item, Mapping)
+        return item
 
     def change_variant(self, request_id: str, variant: Variant) -> None:
         """Move a running stream to another variant from its next step on.

@@ -16,6 +16,7 @@ from paceline_engine.backends.embedded.messages import (
     ChangeVariant,
     Close,
     Command,
+    Compare,
     Died,
     Event,
     Pin,
@@ -29,6 +30,7 @@ from paceline_engine.backends.embedded.messages import (
 )
 from paceline_engine.core.base import StepOutput
 from paceline_engine.errors import EngineDiedError, InvalidValueError, PacelineError
+from paceline_engine.fidelity import FidelityRequest
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, ScoreRequest
@@ -47,6 +49,8 @@ class SteppingEngine(Protocol):
     def submit(self, request: GenerationRequest, plan: Plan, *, submitted_at_s: float) -> None: ...
 
     def submit_score(self, request: ScoreRequest, plan: Plan, *, submitted_at_s: float) -> None: ...
+
+    def submit_fidelity(self, request: FidelityRequest) -> None: ...
 
     def abort(self, request_id: str) -> None: ...
 
@@ -173,6 +177,8 @@ class EngineLoop:
                 self._submit_apart(command)
             case Submit():
                 self._submit(command)
+            case Compare(request=request):
+                self._compare(request)
             case Abort(request_id=request_id):
                 self._abort(request_id)
             case ChangeVariant():
@@ -236,6 +242,14 @@ class EngineLoop:
                 self._engine.submit_score(request, command.plan, submitted_at_s=command.submitted_at_s)
             else:
                 self._engine.submit(request, command.plan, submitted_at_s=command.submitted_at_s)
+        except Exception as error:
+            self._fail(request.id, error)
+
+    def _compare(self, request: FidelityRequest) -> None:
+        try:
+            if self._died is not None:
+                raise EngineDiedError(f"the engine died before: {self._died}")
+            self._engine.submit_fidelity(request)
         except Exception as error:
             self._fail(request.id, error)
 

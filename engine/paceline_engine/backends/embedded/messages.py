@@ -19,6 +19,7 @@ from paceline_engine.backends.base import ModelInfo, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig
 from paceline_engine.core.base import StepOutput
 from paceline_engine.errors import BackendError, InvalidValueError, PacelineError
+from paceline_engine.fidelity import FidelityRequest
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, ScoreRequest
@@ -60,6 +61,11 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compare:
+    request: FidelityRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     pin_id: str
     token_ids: tuple[int, ...]
@@ -83,7 +89,7 @@ class Close:
     pass
 
 
-Command = Submit | Abort | ChangeVariant | TakeSnapshot | Pin | Unpin | RenewPolicy | Close
+Command = Submit | Abort | ChangeVariant | TakeSnapshot | Compare | Pin | Unpin | RenewPolicy | Close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from paceline_engine.errors import (
     PacelineError,
     PromptTooLongError,
 )
+from paceline_engine.fidelity import Fidelity, FidelityRequest
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, ScoreRequest
@@ -84,7 +85,10 @@ def open_engine(
     )
     n_blocks = config.blocks(context_tokens=CONTEXT_TOKENS)
     return OpenedEngine(
-        engine=ScriptedEngine(script, n_blocks=n_blocks, block_size=config.block_size), info=info
+        engine=ScriptedEngine(
+            script, n_blocks=n_blocks, block_size=config.block_size, variants=config.variants
+        ),
+        info=info,
     )
 
 
@@ -149,22 +153,25 @@ class ScriptedEngine:
         *,
         n_blocks: int,
         block_size: int,
+        variants: tuple[Variant, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._script = script
         self._n_blocks = n_blocks
         self._block_size = block_size
+        self._variants = variants
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._scores: list[tuple[ScoreRequest, Plan, float]] = []
+        self._comparisons: list[FidelityRequest] = []
         self._pins: dict[str, tuple[int, float]] = {}
         """(blocks, end) of each pin."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._scores)
+        return bool(self._waiting or self._running or self._scores or self._comparisons)
 
     def submit(self, request: GenerationRequest, plan: Plan, *, submitted_at_s: float) -> None:
         if plan.deadline_at_s is not None and plan.deadline_at_s <= (now_s := self._clock()):
@@ -212,6 +219,11 @@ class ScriptedEngine:
     def submit_score(self, request: ScoreRequest, plan: Plan, *, submitted_at_s: float) -> None:
         with self._lock:
             self._scores.append((request, plan, submitted_at_s))
+
+    def submit_fidelity(self, request: FidelityRequest) -> None:
+        """Answered by the next step: each token costs a nat, and no variant differs from another."""
+        with self._lock:
+            self._comparisons.append(request)
 
     def abort(self, request_id: str) -> None:
         with self._lock:
@@ -293,13 +305,16 @@ class ScriptedEngine:
             (request.id, _score(request, plan, (submitted_at_s, began_s, now_s)))
             for request, plan, submitted_at_s in self._scores
         )
+        fidelities = tuple((each.id, _fidelities(each, self._variants)) for each in self._comparisons)
         self._scores.clear()
-        return StepOutput(chunks=tuple(chunks), scores=scores, errors=tuple(errors))
+        self._comparisons.clear()
+        return StepOutput(chunks=tuple(chunks), scores=scores, fidelities=fidelities, errors=tuple(errors))
 
     def _drop(self, request_id: str) -> None:
         self._waiting = [each for each in self._waiting if each.request.id != request_id]
         self._running = [each for each in self._running if each.request.id != request_id]
         self._scores = [each for each in self._scores if each[0].id != request_id]
+        self._comparisons = [each for each in self._comparisons if each.id != request_id]
 
     def _pinned(self) -> int:
         now_s = self._clock()
@@ -352,6 +367,12 @@ def _finish(sequence: _Sequence, reason: FinishReason, now_s: float) -> Finish:
             prompt_tokens=prompt_tokens,
         ),
     )
+
+
+def _fidelities(request: FidelityRequest, variants: tuple[Variant, ...]) -> dict[Variant, Fidelity]:
+    n_tokens = len(request.token_ids) - request.first_compared
+    same = Fidelity(n_tokens=n_tokens, logprob=-float(n_tokens), kl_nats=0.0, n_agreed=n_tokens)
+    return dict.fromkeys((request.reference, *variants), same)
 
 
 def _score(request: ScoreRequest, plan: Plan, times_s: tuple[float, float, float]) -> ScoreResult:

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from paceline_engine.backends.base import ModelInfo, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig
@@ -17,6 +17,7 @@ from paceline_engine.backends.embedded.messages import (
     Abort,
     ChangeVariant,
     Command,
+    Compare,
     Died,
     Event,
     Launch,
@@ -34,12 +35,16 @@ from paceline_engine.backends.embedded.thread import ThreadTransport
 from paceline_engine.chunk import Chunk, ScoreResult
 from paceline_engine.core.base import StepOutput
 from paceline_engine.errors import ClosedError, EngineDiedError, InvalidValueError, PacelineError
+from paceline_engine.fidelity import Fidelity, FidelityRequest
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, ScoreRequest
 from paceline_engine.snapshot import Snapshot
 
 AnyRequest = TypeVar("AnyRequest", GenerationRequest, ScoreRequest)
+
+
+Item: TypeAlias = Chunk | ScoreResult | Snapshot | Mapping[Variant, Fidelity] | PacelineError
 
 
 class Transport(Protocol):
@@ -66,7 +71,7 @@ class Call:
         self.id = id
         """Unique for the session, so that what an aborted request still sends reaches no later one."""
         self.request_id = request_id
-        self.inbox: Inbox[Chunk | ScoreResult | Snapshot | PacelineError] = Inbox()
+        self.inbox: Inbox[Item] = Inbox()
         self.unfinished = unfinished
 
 
@@ -131,6 +136,13 @@ class Session:
         """Ask for a snapshot; its inbox gets the answer."""
         call = self._open("snapshot", unfinished=1)
         self.transport.send(TakeSnapshot(call_id=call.id, token_ids=token_ids, salt=salt, adapter=adapter))
+        self._check(call)
+        return call
+
+    def compare(self, request: FidelityRequest) -> Call:
+        """Ask for a comparison of the variants; its inbox gets the answer."""
+        call = self._open(request.id, unfinished=1)
+        self.transport.send(Compare(request=replace(request, id=call.id)))
         self._check(call)
         return call
 
@@ -207,10 +219,12 @@ class Session:
             call.inbox.put(chunk)
         for call_id, score in output.scores:
             self._end(call_id, score)
+        for call_id, found in output.fidelities:
+            self._end(call_id, found)
         for call_id, error in output.errors:
             self._end(call_id, error)
 
-    def _end(self, call_id: str, item: ScoreResult | Snapshot | PacelineError) -> None:
+    def _end(self, call_id: str, item: Item) -> None:
         call = self._calls.get(call_id)
         if call is not None and self.release(call):
             call.inbox.put(item)

@@ -61,7 +61,7 @@ def open_engine(
     _warm(runner)
     runner.capture_decode(max_sequences=config.max_sequences)
     on_progress(Progress(stage="load", done=1.0))
-    fingerprint = _fingerprint(checkpoint.digest, config, device)
+    fingerprint = fingerprint_of(checkpoint.digest, config, device)
     engine = Engine(
         runner,
         tokenizer,
@@ -140,7 +140,7 @@ def _cuda_devices() -> str:
     return ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count())) or "none"
 
 
-def _fingerprint(digest: str, config: EmbeddedConfig, device: torch.device) -> str:
+def fingerprint_of(digest: str, config: EmbeddedConfig, device: torch.device) -> str:
     """Of the weights and of what else changes the speed or the last bits of the output."""
     import torch
 

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from paceline_engine.backends.embedded.session import Call, Session
-from paceline_engine.chunk import Chunk, ScoreResult
+from paceline_engine.backends.embedded.session import Call, Item, Session
+from paceline_engine.chunk import Chunk
 from paceline_engine.errors import (
     BackendError,
     ClosedError,
@@ -23,10 +23,8 @@ from paceline_engine.errors import (
 )
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest
-from paceline_engine.snapshot import Snapshot
 
 Opened: TypeAlias = tuple[Session, Call]
-Item: TypeAlias = Chunk | ScoreResult | Snapshot | PacelineError
 
 
 class PendingCall:
