@@ -46,6 +46,8 @@ def _print_table(report: BenchReport) -> None:
         if "median" in row:
             cells = (f"{row[key]:.4g}" for key in ("minimum", "median", "maximum"))
             table.add_row(name, *cells, str(row.get("unit", "")))
+        elif "value" in row:
+            table.add_row(name, "", f"{row['value']:.4g}", "", str(row.get("unit", "")))
     console.print(table)
     for goal in report.goals:
         sign = "<=" if goal.better == "lower" else ">="

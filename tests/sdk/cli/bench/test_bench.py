@@ -36,6 +36,15 @@ def test_check_fails_where_a_goal_is_missed(
     assert ("goal missed: delay is 3" in printed.err) is not met
 
 
+def test_the_table_shows_figures_of_one_value_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """A figure without runs stands where the medians of the others do."""
+    results = {"delay": summary([1.0, 3.0, 2.0], "ms"), "bytes": {"unit": "bytes per token", "value": 1234}}
+    bench._print_table(BenchReport(name="modes", runs=3, results=results))
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if "bytes" in line]
+    assert "1234" in row
+
+
 def test_a_goal_is_met_on_its_own_side() -> None:
     """Lower and higher goals hold at their limit."""
     assert Goal(name="a", value=2.0, goal=2.0, better="lower").met
