@@ -29,14 +29,13 @@ from paceline_engine.model.kv import PagedKV
 from paceline_engine.model.spec import ModelSpec
 from paceline_engine.model.weights import DecoderWeights
 from paceline_engine.quant import layout
-from paceline_engine.quant.gptq import gptq_fp8, gptq_int4
+from paceline_engine.quant.gptq import gptq_fp8, gptq_int4, gptq_int8
 from paceline_engine.quant.layout import Part
 from paceline_engine.quant.matrix import Matrix, pack
 
 ROUNDED: Mapping[Variant, Callable[[Tensor, Tensor], Matrix]] = MappingProxyType(
-    {Variant.INT4: gptq_int4, Variant.FP8: gptq_fp8}
+    {Variant.INT4: gptq_int4, Variant.FP8: gptq_fp8, Variant.INT8: gptq_int8}
 )
-"""The variants whose weights are coarse enough for it to matter."""
 MAX_WEIGHTS = 1_500_000_000
 """Above this many weights it would take minutes, and large models lose less by plain rounding."""
 _SEQUENCE_TOKENS = 512
@@ -153,8 +152,9 @@ class _Rounding:
     def multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
         """Round the matrix for inputs like x [M, K] and multiply by what came out; fp32 [M, N]."""
         assert isinstance(matrix, _Pending)
-        part, weight, moment = matrix.part, self.source(matrix.part), x.T @ x
-        if bool(moment.isfinite().all()):
+        part, weight = matrix.part, self.source(matrix.part)
+        moment = x.T @ x if _needs_text(part, self.variant) else None
+        if moment is not None and bool(moment.isfinite().all()):
             rounded = ROUNDED[self.variant](weight, moment)
         else:
             # Weights that no training made can overflow; they are rounded all the same.
@@ -165,6 +165,11 @@ class _Rounding:
             # Nobody reads the logits.
             return x.new_empty((x.shape[0], 0))
         return functional.linear(x, rounded.dequantize())
+
+
+def _needs_text(part: Part, variant: Variant) -> bool:
+    """Rounding with a text takes time by the column, and int8 loses little where the columns are many."""
+    return variant is not Variant.INT8 or part.shape[0] > part.shape[1]
 
 
 def _slices(sequences: Sequence[Sequence[int]]) -> list[SequenceSlice]:

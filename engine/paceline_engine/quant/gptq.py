@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline_engine.kernels import Fp8Weight, Int4Weight
+from paceline_engine.kernels import Fp8Weight, Int4Weight, Int8Weight
 from paceline_engine.kernels.packing import FP8_MAX, nonzero, row_peak, search_int4
 from paceline_engine.kernels.weights import INT4_GROUP, pack_nibbles
 
@@ -94,6 +94,28 @@ def gptq_int4(weight: Tensor, moment: Tensor) -> Int4Weight:
         codes[rows, :n_inputs] = _round_rows(weight[rows], inputs, to_grid, torch.uint8)
     packed = pack_nibbles(codes.view(n_rows, n_groups, INT4_GROUP))
     return Int4Weight(codes=packed, scale=scale, minimum=minimum, n_inputs=torch.tensor(n_inputs))
+
+
+def gptq_int8(weight: Tensor, moment: Tensor) -> Int8Weight:
+    """Round [N, K] to int8 with one scale for each row, for inputs of this second moment [K, K].
+
+    The weight is floating-point and finite.
+    """
+    inputs = _Inputs.of(moment)
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(weight.shape[0])
+    for start in range(0, weight.shape[0], _ROWS):
+        rows = slice(start, start + _ROWS)
+        step = row_peak(weight[rows].float()) / 127.0
+        divisor = nonzero(step)
+
+        def to_grid(values: Tensor, _: int) -> tuple[Tensor, Tensor]:
+            rounded = (values / divisor).round_().clamp_(-127, 127)  # noqa: B023
+            return rounded, rounded * step  # noqa: B023
+
+        codes[rows] = _round_rows(weight[rows], inputs, to_grid, torch.int8)
+        scale[rows] = step
+    return Int8Weight(codes=codes, scale=scale)
 
 
 def gptq_fp8(weight: Tensor, moment: Tensor) -> Fp8Weight:

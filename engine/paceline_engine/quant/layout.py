@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline_engine.mode import Variant
 from paceline_engine.model.spec import ModelSpec
+from paceline_engine.quant.matrix import packed_bytes
 
 EMBEDDING = "embedding"
 OUTPUT = "output"
@@ -81,3 +83,12 @@ def embedding(spec: ModelSpec) -> Part | None:
         return None
     shape = (spec.vocab_size, spec.hidden_size)
     return Part(name=EMBEDDING, sources=("model.embed_tokens.weight",), shape=shape)
+
+
+def bytes_per_step(spec: ModelSpec, variant: Variant) -> int:
+    """Bytes of weights that a decode step of one token reads: of an untied embedding only one row."""
+    n_bytes = sum(packed_bytes(part.shape[0], part.shape[1], variant) for part in matrices(spec))
+    n_bytes += sum(4 * part.shape[0] for part in vectors(spec))
+    if not spec.tied_embeddings:
+        n_bytes += spec.hidden_size * (4 if variant is Variant.FP32 else 2)
+    return n_bytes

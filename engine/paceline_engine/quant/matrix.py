@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline_engine import kernels
 from paceline_engine.kernels import Bf16Weight, Fp8Weight, Int4Weight, Int8Weight
+from paceline_engine.kernels.weights import INT4_GROUP
 from paceline_engine.mode import Variant
 
 
@@ -73,6 +74,20 @@ def pack(weight: Tensor, variant: Variant) -> Matrix:
             return kernels.pack_int8(weight.float())
         case Variant.INT4:
             return kernels.pack_int4(weight.float())
+
+
+def packed_bytes(n_rows: int, n_inputs: int, variant: Variant) -> int:
+    """``n_bytes`` of such a matrix, without making it."""
+    match variant:
+        case Variant.FP32:
+            return 4 * n_rows * n_inputs
+        case Variant.BF16:
+            return 2 * n_rows * n_inputs
+        case Variant.FP8 | Variant.INT8:  # a code each, and a scale for each row
+            return n_rows * n_inputs + 4 * n_rows
+        case Variant.INT4:  # half a byte each, a scale and a minimum for each group, and the width
+            n_groups = -(-n_inputs // INT4_GROUP)
+            return n_rows * n_groups * (INT4_GROUP // 2 + 4) + 8
 
 
 def unpack(tensors: Mapping[str, Tensor], variant: Variant) -> Matrix:

@@ -29,7 +29,7 @@ from paceline_engine.quant.calibrated import calibration_ids, is_worth_it, round
 from paceline_engine.quant.layout import Part
 from paceline_engine.quant.matrix import Matrix, pack, unpack
 
-FORMAT_VERSION = "2"
+FORMAT_VERSION = "3"
 """Raised whenever the layout or the rounding of a variant changes."""
 OnFraction = Callable[[float, str], None]
 _SEPARATOR = ":"
@@ -75,6 +75,10 @@ class WeightStore:
         """
         parts = layout.matrices(self._checkpoint.spec)
         return self._load(str(variant), parts, variant, on_fraction)
+
+    def has(self, variant: Variant) -> bool:
+        """Whether a converted file of this variant lies in the cache; it may still turn out damaged."""
+        return self._path(str(variant)).exists()
 
     def embedding(self, variant: Variant) -> Matrix | None:
         """The embedding table where it is not the output matrix. Errors as ``matrices``.

@@ -18,7 +18,7 @@ from paceline_engine.quant.gptq import gptq_int4
 from paceline_engine.quant.matrix import pack
 from paceline_engine.quant.store import WeightStore
 
-LOW = pytest.mark.parametrize("variant", [Variant.INT4, Variant.FP8])
+LOW = pytest.mark.parametrize("variant", [Variant.INT4, Variant.INT8, Variant.FP8])
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,19 @@ def test_a_matrix_is_rounded_for_what_the_rounded_ones_before_it_give(
     assert not moments[1].any()
 
 
+def test_int8_spends_the_text_on_matrices_with_more_outputs_than_inputs(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    """Those are not as without a text; the others are, since they would take longest and gain least."""
+    found = WeightStore(checkpoint, directory=tmp_path).matrices(Variant.INT8)
+    down, output = (
+        pack(checkpoint.tensor(name), Variant.INT8).dequantize()
+        for name in ("model.layers.0.mlp.down_proj.weight", "lm_head.weight")
+    )
+    assert torch.equal(found["layers.0.down"].dequantize(), down)
+    assert float((found["output"].dequantize() != output).float().mean()) > 0.05
+
+
 @LOW
 def test_the_same_checkpoint_rounds_to_the_same_weights(
     variant: Variant, checkpoint: Any, tmp_path: Path
@@ -70,7 +83,7 @@ def test_large_models_are_rounded_plainly(checkpoint: Any, monkeypatch: pytest.M
     """Only coarse variants of models up to a size are worth the passes."""
     spec = checkpoint.spec
     assert is_worth_it(spec, Variant.INT4)
-    assert not is_worth_it(spec, Variant.INT8)
+    assert not is_worth_it(spec, Variant.BF16)
     large = dataclasses.replace(spec, vocab_size=1 + calibrated.MAX_WEIGHTS // spec.hidden_size)
     assert not is_worth_it(large, Variant.INT4)
 

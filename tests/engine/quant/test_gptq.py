@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline_engine.kernels import pack_fp8, pack_int4
-from paceline_engine.quant.gptq import gptq_fp8, gptq_int4
+from paceline_engine.kernels import pack_fp8, pack_int4, pack_int8
+from paceline_engine.quant.gptq import gptq_fp8, gptq_int4, gptq_int8
 
-BOTH = pytest.mark.parametrize(("gptq", "plain"), [(gptq_int4, pack_int4), (gptq_fp8, pack_fp8)])
+EACH = pytest.mark.parametrize(
+    ("gptq", "plain"), [(gptq_int4, pack_int4), (gptq_fp8, pack_fp8), (gptq_int8, pack_int8)]
+)
 
 
 def inputs_that_move_together(n: int, size: int) -> Tensor:
@@ -25,7 +27,7 @@ def weight_of(n_rows: int, size: int) -> Tensor:
     return torch.randn(n_rows, size, generator=torch.Generator().manual_seed(8))
 
 
-@BOTH
+@EACH
 def test_outputs_are_nearer_than_with_plain_rounding(gptq, plain) -> None:
     """On unseen inputs of the same kind the outputs' error is well below that of nearest rounding."""
     x = inputs_that_move_together(600, 96)
@@ -38,7 +40,7 @@ def test_outputs_are_nearer_than_with_plain_rounding(gptq, plain) -> None:
     assert error(gptq(weight, seen.T @ seen).dequantize()) < 0.6 * error(plain(weight).dequantize())
 
 
-@BOTH
+@EACH
 def test_rows_are_rounded_apart(gptq, plain) -> None:
     """A row's codes do not depend on the rows beside it, but for ties: stacking changes next to nothing."""
     x = inputs_that_move_together(300, 64)
@@ -48,7 +50,7 @@ def test_rows_are_rounded_apart(gptq, plain) -> None:
     assert float((torch.cat(parts) != whole).float().mean()) < 0.02
 
 
-@BOTH
+@EACH
 def test_inputs_that_never_move_are_rounded_plainly(gptq, plain) -> None:
     """Without any input seen, every weight still lies within a step of its value."""
     weight = weight_of(6, 40)
@@ -59,7 +61,7 @@ def test_inputs_that_never_move_are_rounded_plainly(gptq, plain) -> None:
     )
 
 
-@BOTH
+@EACH
 def test_any_width_is_rounded(gptq, plain) -> None:
     """Widths that are no multiple of a group, and a matrix without rows, keep their shapes."""
     for n_rows, size in ((3, 33), (5, 7), (0, 64), (1, 1)):
@@ -70,5 +72,5 @@ def test_any_width_is_rounded(gptq, plain) -> None:
 def test_rows_of_zeros_stay_zeros() -> None:
     """A row of zeros has no scale to divide by and comes back as it was."""
     x = inputs_that_move_together(100, 64)
-    for gptq in (gptq_int4, gptq_fp8):
+    for gptq in (gptq_int4, gptq_fp8, gptq_int8):
         assert not gptq(torch.zeros(2, 64), x.T @ x).dequantize().any()
