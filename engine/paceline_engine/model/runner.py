@@ -23,6 +23,7 @@ from paceline_engine.model.kv import PagedKV
 from paceline_engine.model.ops import linear
 from paceline_engine.model.spec import ModelSpec
 from paceline_engine.model.weights import DecoderWeights
+from paceline_engine.quant.layout import bytes_per_step
 from paceline_engine.quant.matrix import Matrix, to_device
 from paceline_engine.quant.store import OnFraction, WeightStore
 
@@ -111,7 +112,7 @@ class TorchRunner:
             store = WeightStore(checkpoint, directory=cache_dir)
             runner = cls(checkpoint, variants=variants, kv=kv, store=store, support=support)
             if not lazy:
-                runner._load_all(on_progress if on_progress is not None else lambda _: None)
+                runner._load_all(on_progress if on_progress is not None else lambda _: None, runner.variants)
         return runner
 
     @property
@@ -135,8 +136,18 @@ class TorchRunner:
         return self._kv
 
     def bytes_per_variant(self) -> Mapping[Variant, int]:
-        """Bytes of weights that a decode step of one token reads; loads what is not loaded yet."""
-        return {variant: self._weights_of(variant).bytes_per_step for variant in self._variants}
+        """Bytes of weights that a decode step of one token reads, loaded or not."""
+        return {
+            variant: bytes_per_step(self._spec, variant)
+            if (loaded := self._weights.get(variant)) is None
+            else loaded.bytes_per_step
+            for variant in self._variants
+        }
+
+    @property
+    def loaded(self) -> tuple[Variant, ...]:
+        """The variants whose weights are in memory."""
+        return tuple(each for each in self._variants if each in self._weights)
 
     def forward(
         self, slices: Sequence[SequenceSlice], variant: Variant, *, vocabulary: Vocabulary | None = None
@@ -236,9 +247,14 @@ class TorchRunner:
             self._load_variant(variant, lambda _fraction, _message: None)
         return self._weights[variant]
 
-    def _load_all(self, on_progress: OnProgress) -> None:
-        n_variants, converted = len(self._variants), False
-        for index, variant in enumerate(self._variants):
+    def load_unconverted(self, on_progress: OnProgress) -> None:
+        """Convert and load now what the cache does not have: too slow for a first use. Errors as ``load``."""
+        missing = [each for each in self._variants if each not in self._weights and not self._store.has(each)]
+        self._load_all(on_progress, missing)
+
+    def _load_all(self, on_progress: OnProgress, variants: Sequence[Variant]) -> None:
+        n_variants, converted = len(variants), False
+        for index, variant in enumerate(variants):
 
             def report(fraction: float, message: str, index: int = index) -> None:
                 nonlocal converted

@@ -126,6 +126,18 @@ def test_lazy_variants_are_made_when_first_used(lab: Any, tmp_path: Path) -> Non
     assert len(list(tmp_path.rglob("*-int8-*.safetensors"))) == 1
 
 
+def test_what_is_converted_is_left_for_its_first_use(lab: Any, tmp_path: Path) -> None:
+    """A lazy runner converts and loads what the cache lacks, with progress; the next one loads nothing."""
+    for loaded, stages in (((Variant.INT8, Variant.INT4), {"load", "convert"}), ((), set[str]())):
+        seen: list[Progress] = []
+        runner = lab.runner(lab.reference("qwen3"), Variant.INT8, Variant.INT4, cache_dir=tmp_path, lazy=True)
+        runner.load_unconverted(seen.append)
+        assert runner.loaded == loaded
+        assert {progress.stage for progress in seen} == stages
+    runner.forward([lab.scattered(0).piece([1, 2], 0)], Variant.INT4)
+    assert runner.loaded == (Variant.INT4,)
+
+
 @pytest.mark.parametrize("variant", [Variant.FP32, Variant.BF16, Variant.INT8])
 def test_rows_do_not_depend_on_their_neighbours(variant: Variant, lab: Any, tmp_path: Path) -> None:
     """A sequence's logits beside a loud neighbour are those of the sequence alone, up to rounding."""

@@ -29,6 +29,9 @@ class EmbeddedConfig:
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: CUDA where there is one."""
     variants: tuple[Variant, ...] = (Variant.BF16, Variant.INT8, Variant.INT4)
     """What plans may ask for, best quality first."""
+    lazy: bool = False
+    """Load a variant when it is first used: a quicker start and less memory, but that first pass waits.
+    What was never converted is converted at the start all the same."""
     speculations: tuple[Speculation, ...] | None = None
     """Ways to draft that are offered to plans. Default: ``int4`` drafting for the others, with repeated text
     first, where it is loaded beside another variant; and repeated text alone."""

@@ -12,11 +12,13 @@ from paceline_engine.backends.embedded.config import EmbeddedConfig
 from paceline_engine.backends.embedded.loop import OpenedEngine
 from paceline_engine.errors import InvalidValueError, MissingExtraError
 from paceline_engine.loading.base import Tokenizer
-from paceline_engine.model.base import ModelRunner, SequenceSlice
+from paceline_engine.model.base import SequenceSlice
 from paceline_engine.schedule.base import StepPolicy
 
 if TYPE_CHECKING:
     import torch
+
+    from paceline_engine.model.runner import TorchRunner
 
 _WARM_TOKENS = 4
 
@@ -56,12 +58,14 @@ def open_engine(
         block_size=config.block_size,
         on_progress=on_progress,
         cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
+        lazy=config.lazy,
     )
+    runner.load_unconverted(on_progress)
     on_progress(Progress(stage="load", done=0.9, message="first pass of each variant"))
     _warm(runner)
-    runner.capture_decode(max_sequences=config.max_sequences)
+    runner.capture_decode(max_sequences=config.max_sequences, variants=runner.loaded)
     on_progress(Progress(stage="load", done=1.0))
-    fingerprint = fingerprint_of(checkpoint.digest, config, device)
+    fingerprint = fingerprint_of(checkpoint.digest, config)
     engine = Engine(
         runner,
         tokenizer,
@@ -100,14 +104,14 @@ def open_tokenizer(config: EmbeddedConfig) -> Tokenizer:
     return read_tokenizer(config.model)
 
 
-def _warm(runner: ModelRunner) -> None:
-    """Run a prefill and a decode of each variant, so that no turn pays for what happens once.
+def _warm(runner: TorchRunner) -> None:
+    """Run a prefill and a decode of each loaded variant, so that no turn pays for what happens once.
 
     That is the paging in of mapped weights and what libraries set up for a shape. The block that it
     writes is free and is written again before it is read.
     """
     n_tokens = min(_WARM_TOKENS, runner.block_size)
-    for variant in runner.variants:
+    for variant in runner.loaded:
         for token_ids, position in (((0,) * n_tokens, 0), ((0,), n_tokens - 1)):
             runner.forward([SequenceSlice(token_ids=token_ids, position=position, block_table=(0,))], variant)
 
@@ -140,14 +144,14 @@ def _cuda_devices() -> str:
     return ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count())) or "none"
 
 
-def fingerprint_of(digest: str, config: EmbeddedConfig, device: torch.device) -> str:
+def fingerprint_of(digest: str, config: EmbeddedConfig) -> str:
     """Of the weights and of what else changes the speed or the last bits of the output."""
     import torch
 
     from paceline_engine.quant.store import FORMAT_VERSION
 
     parts = (
-        *(digest, FORMAT_VERSION, device.type),
+        *(digest, FORMAT_VERSION, _device(config.device).type),
         *(str(config.threads), str(config.block_size), torch.__version__),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
