@@ -92,7 +92,8 @@ class ModelError(PacelineError):
 
     def __init__(self, model: str, *, reason: str, remedy: str, tensor: str | None = None) -> None:
         where = f"tensor '{tensor}': " if tensor else ""
-        super().__init__(f"{model}: {where}{reason}: {remedy}")
+        shown = str(model).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+        super().__init__(f"{shown}: {where}{reason}: {remedy}")
         self.model = model
         self.reason = reason
         self.remedy = remedy

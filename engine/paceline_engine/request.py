@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.grammar.base import Grammar
+from paceline_engine.numeric import is_finite
+
+MAX_CHOICES = 128
+"""Of one request. Each is a sequence of its own, with a place in every step."""
 
 Message = Mapping[str, Any]
 """One chat message: ``role``, ``content``, and for tools ``tool_calls``, ``tool_call_id``, ``name``."""
@@ -57,7 +60,7 @@ class SamplingParams:
             if not ok:
                 raise InvalidValueError(name, observed=getattr(self, name), limit=limit, remedy=remedy)
 
-        finite = math.isfinite
+        finite = is_finite
         check("temperature", finite(self.temperature) and self.temperature >= 0, "0 or more", "0 is greedy")
         check("top_p", finite(self.top_p) and 0 <= self.top_p <= 1, "between 0 and 1", "1 turns it off")
         check("top_k", self.top_k >= 0, "0 or more", "0 turns it off")
@@ -109,8 +112,10 @@ class GenerationRequest:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise InvalidValueError("n", observed=self.n, limit="at least 1", remedy="use 1 for one choice")
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise InvalidValueError(
+                "n", observed=self.n, limit=f"1 to {MAX_CHOICES}", remedy="use 1 for one choice"
+            )
         if any(not text for text in self.stop):
             raise InvalidValueError(
                 "stop", observed=self.stop, limit="made of non-empty texts", remedy="drop the empty text"

@@ -11,6 +11,7 @@ a power tail goes on: P(ratio > x) = (largest / x)³ / (n + 1).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
@@ -126,7 +127,9 @@ def quantile(values: FloatArray, weights: FloatArray, q: float) -> float:
     wanted = (total + 1) * q
     if wanted <= total + 1e-9:
         return float(ascending[min(int(np.searchsorted(sums, wanted - 1e-9)), last)])
-    return float(ascending[-1]) * math.pow(1.0 / ((total + 1) * (1.0 - q)), 1.0 / TAIL_EXPONENT)
+    # A confidence next to 1 may have been rounded to it.
+    beyond = max(1.0 - q, sys.float_info.epsilon)
+    return float(ascending[-1]) * math.pow(1.0 / ((total + 1) * beyond), 1.0 / TAIL_EXPONENT)
 
 
 def assumed_samples(n: int, *, log_deviation: float) -> list[Sample]:

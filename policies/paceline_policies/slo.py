@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from paceline_engine.errors import InvalidValueError
+from paceline_engine.numeric import is_finite, is_number, plain_number
 from paceline_policies.slo_text import format_fields, parse_fields
 
 OnInfeasible = Literal["degrade", "shorten", "reject"]
@@ -46,16 +46,18 @@ class SLO:
     back to the planned one when it is ahead. False: a stream keeps the variant that it began with."""
 
     def __post_init__(self) -> None:
+        for name in ("ttft_ms", "tpot_ms", "e2e_ms", "stall_ms", "confidence", "min_quality"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         for name in ("ttft_ms", "tpot_ms", "e2e_ms", "stall_ms"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+            if value is not None and not (is_number(value) and is_finite(value) and value > 0):
                 raise InvalidValueError(
                     name,
                     observed=value,
                     limit="a finite number of milliseconds above 0, or None",
                     remedy="use None to leave this budget out",
                 )
-        if not (_is_number(self.confidence) and 0 < self.confidence < 1):
+        if not (is_number(self.confidence) and 0 < self.confidence < 1):
             raise InvalidValueError(
                 "confidence",
                 observed=self.confidence,
@@ -77,7 +79,7 @@ class SLO:
             raise InvalidValueError(
                 "adapt", observed=self.adapt, limit="True or False", remedy="False keeps the first variant"
             )
-        if not (_is_number(self.min_quality) and 0 <= self.min_quality <= 1):
+        if not (is_number(self.min_quality) and 0 <= self.min_quality <= 1):
             raise InvalidValueError(
                 "min_quality",
                 observed=self.min_quality,
@@ -117,7 +119,3 @@ class SLO:
             min_quality=self.min_quality,
             adapt=self.adapt,
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from paceline.policy import Ask, Policy, Served
 from paceline.report import GenerationRecord
 from paceline_engine.chunk import Usage
 from paceline_engine.errors import DeadlineExpiredError, InfeasibleError, PacelineError
+from paceline_engine.limits import check_fits
 from paceline_engine.mode import Mode
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, Message, Prompt, ScoreRequest
@@ -90,9 +92,7 @@ async def decide(desk: Desk, wanted: Wanted) -> Decided:
     elif wanted.max_tokens is not None:
         max_tokens = wanted.max_tokens
     else:
-        room = min(
-            desk.served[name].info.context_tokens - prompt.n_tokens for name, (prompt, _) in looks.items()
-        )
+        room = min(_room(desk.served[name], *look) for name, look in looks.items())
         max_tokens = max(1, min(default_max_tokens(left.ttft_ms, left.tpot_ms, left.e2e_ms), room))
     ask = Ask(
         slo=slo,
@@ -122,7 +122,30 @@ def default_max_tokens(ttft_ms: float | None, tpot_ms: float | None, e2e_ms: flo
     """As many tokens as the budgets leave room for: one at TTFT, the others at TPOT, until E2E."""
     if tpot_ms is None or e2e_ms is None:
         return DEFAULT_MAX_TOKENS
-    return max(1, 1 + int((e2e_ms - max(0.0, ttft_ms or 0.0)) // tpot_ms))
+    tokens = (e2e_ms - max(0.0, ttft_ms or 0.0)) // tpot_ms
+    return max(1, 1 + int(min(tokens, sys.maxsize)))
+
+
+def _room(served: Served, prompt: Prompt, snapshot: Snapshot) -> int:
+    """Most tokens that fit behind a prompt."""
+    capacity = _capacity_tokens(snapshot)
+    most = served.info.context_tokens
+    return (most if capacity is None else min(most, capacity + 1)) - prompt.n_tokens
+
+
+def _capacity_tokens(snapshot: Snapshot | None) -> int | None:
+    """What the KV cache holds, where the backend tells."""
+    if snapshot is None or snapshot.total_blocks is None or snapshot.block_size is None:
+        return None
+    return snapshot.total_blocks * snapshot.block_size
+
+
+def _least_tokens(desk: Desk, wanted: Wanted) -> int:
+    """Tokens that have to fit behind the prompt: the cap, unless the budgets may lower it."""
+    slo = wanted.slo if wanted.slo is not None else desk.ledger.slo
+    if wanted.kind != "chat" or wanted.max_tokens is None or slo.on_infeasible == "shorten":
+        return 1
+    return wanted.max_tokens
 
 
 async def _look(desk: Desk, wanted: Wanted) -> dict[str, tuple[Prompt, Snapshot]]:
@@ -131,7 +154,20 @@ async def _look(desk: Desk, wanted: Wanted) -> dict[str, tuple[Prompt, Snapshot]
     async def look(served: Served) -> tuple[Prompt, Snapshot]:
         prompt = await served.backend.prepare(wanted.messages, tools=wanted.tools)
         options = wanted.options
-        return prompt, await served.backend.snapshot(prompt, salt=options.salt, adapter=options.adapter)
+        # Looked at before the snapshot too: it takes the whole prompt to the backend.
+        fits(served, prompt, None)
+        snapshot = await served.backend.snapshot(prompt, salt=options.salt, adapter=options.adapter)
+        fits(served, prompt, snapshot)
+        return prompt, snapshot
+
+    def fits(served: Served, prompt: Prompt, snapshot: Snapshot | None) -> None:
+        check_fits(
+            n_prompt=len(prompt.token_ids),
+            n_more=_least_tokens(desk, wanted),
+            more="max_tokens" if wanted.kind == "chat" else "the longest option",
+            context_tokens=served.info.context_tokens,
+            capacity_tokens=_capacity_tokens(snapshot),
+        )
 
     if len(desk.served) == 1:
         [(name, served)] = desk.served.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import math
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from uuid import uuid4
 
 from paceline.calibrate import ProfileOption, profile_of
 from paceline.ledger import Clock, Ledger
-from paceline.options import check_messages, check_name, check_slo
+from paceline.options import check_messages, check_name, check_slo, parse_options
 from paceline.pin import PrefixPin
 from paceline.planner import Planner
 from paceline.policy import Ask, Policy, Served
@@ -28,6 +27,7 @@ from paceline_engine.backends.base import Backend, ModelInfo, OnProgress, Pinnin
 from paceline_engine.chunk import Usage
 from paceline_engine.errors import ClosedError, InvalidValueError, MissingExtraError, UnknownOptionError
 from paceline_engine.mode import Mode, Variant
+from paceline_engine.numeric import is_finite, is_number
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest
 from paceline_engine.snapshot import Snapshot
@@ -50,7 +50,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
+        model: str | os.PathLike[str] = DEFAULT_MODEL,
         *,
         backend: Backend | Sequence[Backend] | None = None,
         slo: SLO | None = None,
@@ -102,7 +102,8 @@ class AsyncClient:
             )
         check_slo(slo)
         _check_profile(profile)
-        self._model = model
+        _check_parts(clock=clock, on_progress=on_progress, policy=policy, tracing=tracing)
+        self._model = _model_name(model)
         self._backends = None if backend is None else _named(backend)
         self._engine_options: dict[str, Any] = {**given, "host": host}
         self._slo = SLO() if slo is None else slo
@@ -267,17 +268,22 @@ class AsyncClient:
             InvalidValueError: no messages, or messages that the chat template refuses.
             ClosedError, GenerationError: as any generation.
         """
-        if pin_s is not None and not (math.isfinite(pin_s) and pin_s > 0):
+        if pin_s is not None and not (is_number(pin_s) and is_finite(pin_s) and pin_s > 0):
             raise InvalidValueError(
                 "pin_s", observed=pin_s, limit="a finite time above 0, or None", remedy="give seconds"
             )
         checked = check_messages(messages)
+        options = parse_options({"salt": salt, "adapter": adapter})
         ready = await self._started()
 
         async def one(served: Served) -> Usage:
             prompt = await served.backend.prepare(checked, tools=tools)
             request = GenerationRequest(
-                id=uuid4().hex, prompt=prompt, salt=salt, adapter=adapter, ignore_eos=True
+                id=uuid4().hex,
+                prompt=prompt,
+                salt=options.salt,
+                adapter=options.adapter,
+                ignore_eos=True,
             )
             plan = Plan(mode=Mode(variant=served.info.variants[0]), max_tokens=1)
             usage = Usage(prompt_tokens=prompt.n_tokens, completion_tokens=0)
@@ -317,6 +323,30 @@ def _check_profile(profile: object) -> None:
     )
 
 
+def _model_name(model: object) -> str:
+    if isinstance(model, (str, os.PathLike)) and isinstance(name := os.fspath(model), str) and name:
+        return str(name)
+    raise InvalidValueError(
+        "model",
+        observed=model,
+        limit="a non-empty text or a path",
+        remedy=f"give a file, a folder, a hub id, or leave it out for '{DEFAULT_MODEL}'",
+    )
+
+
+def _check_parts(*, clock: object, on_progress: object, policy: object, tracing: object) -> None:
+    """What is called only later is looked at here, where its name stands."""
+    decides = all(hasattr(policy, name) for name in ("decide", "observe", "queue_ms", "save"))
+    for name, value, fits, limit in (
+        ("clock", clock, callable(clock), "callable"),
+        ("on_progress", on_progress, on_progress is None or callable(on_progress), "callable or None"),
+        ("policy", policy, policy is None or decides, "a paceline.policy.Policy or None"),
+        ("tracing", tracing, isinstance(tracing, bool), "True or False"),
+    ):
+        if not fits:
+            raise InvalidValueError(name, observed=value, limit=limit, remedy="leave it out for the default")
+
+
 async def _planner(
     served: Mapping[str, Served], option: ProfileOption | Profile, on_progress: OnProgress
 ) -> Planner:
@@ -335,6 +365,14 @@ async def _planner(
 
 def _named(backend: Backend | Sequence[Backend]) -> dict[str, Backend]:
     backends = list(backend) if isinstance(backend, Sequence) else [backend]
+    for each in backends:
+        if not all(hasattr(each, name) for name in ("name", "start", "prepare", "snapshot", "submit")):
+            raise InvalidValueError(
+                "backend",
+                observed=each,
+                limit="one or several Backend objects",
+                remedy="leave it out for the embedded engine, and name a model instead",
+            )
     names = [each.name for each in backends]
     if not backends or len(set(names)) != len(names):
         raise InvalidValueError(

@@ -10,7 +10,8 @@ from typing import Any, TypedDict, cast
 
 from paceline_engine.errors import InvalidValueError, UnknownOptionError
 from paceline_engine.grammar.base import Grammar
-from paceline_engine.request import Message, SamplingParams
+from paceline_engine.numeric import is_number, plain_number
+from paceline_engine.request import MAX_CHOICES, Message, SamplingParams
 from paceline_policies.slo import SLO
 
 
@@ -107,6 +108,7 @@ def parse_options(given: Mapping[str, Any]) -> Options:
     for name in values:
         if name not in GenerateOptions.__annotations__:
             raise _unknown(name)
+    values = {name: _plain(value) for name, value in values.items()}
     for name, value in values.items():
         _check_type(name, value)
     if "logit_bias" in values:
@@ -120,8 +122,10 @@ def parse_options(given: Mapping[str, Any]) -> Options:
             )
     if "stop_token_ids" in values:
         values["stop_token_ids"] = _token_ids(values["stop_token_ids"])
-    if values.get("n", 1) < 1:
-        raise InvalidValueError("n", observed=values["n"], limit="at least 1", remedy="use 1 for one choice")
+    if not 1 <= values.get("n", 1) <= MAX_CHOICES:
+        raise InvalidValueError(
+            "n", observed=values["n"], limit=f"1 to {MAX_CHOICES}", remedy="use 1 for one choice"
+        )
     for name in _GRAMMARS:
         if values.get(name) is None:
             values.pop(name, None)
@@ -156,6 +160,7 @@ def _grammar(given: Mapping[str, Any], *, ignore_eos: bool) -> tuple[Grammar, Ca
 
 def check_max_tokens(max_tokens: object) -> int | None:
     """The cap as given, or None where the budgets are to set it."""
+    max_tokens = plain_number(max_tokens)
     if max_tokens is None:
         return None
     if not _is_int(max_tokens) or cast("int", max_tokens) < 1:
@@ -245,11 +250,7 @@ def _check_type(name: str, value: object) -> None:
             raise InvalidValueError(name, observed=value, limit=limit, remedy=remedy)
 
     if name in _NUMBERS:
-        require(
-            isinstance(value, (int, float)) and not isinstance(value, bool),
-            "a number",
-            "leave it out for none",
-        )
+        require(is_number(value), "a number", "leave it out for none")
     elif name in _INTEGERS:
         require(_is_int(value), "an integer", "leave it out for the default")
     elif name in _OPTIONAL_INTEGERS:
@@ -262,6 +263,15 @@ def _check_type(name: str, value: object) -> None:
         require(isinstance(value, str), "a text", "use one text for each tenant")
     elif name == "adapter":
         require(value is None or isinstance(value, str), "a name or None", "use None for the base model")
+
+
+def _plain(value: Any) -> Any:
+    """A text or number without a class of the caller's, which only the caller's process may know."""
+    return _text(value) if isinstance(value, str) else plain_number(value)
+
+
+def _text(value: str) -> str:
+    return value if type(value) is str else str.__str__(value)
 
 
 def _is_int(value: object) -> bool:
@@ -278,16 +288,17 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
         raise InvalidValueError(
             name, observed=value, limit="a list of texts", remedy="put the texts into a list"
         )
-    return tuple(cast("Sequence[str]", value))
+    return tuple(map(_text, cast("Sequence[str]", value)))
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
-    items = cast("Sequence[object]", value)
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not all(map(_is_int, items)):
-        raise InvalidValueError(
-            "stop_token_ids", observed=value, limit="a list of token ids", remedy="use stop for texts"
-        )
-    return tuple(cast("Sequence[int]", value))
+    if not isinstance(value, (str, bytes)) and isinstance(value, Sequence):
+        items = tuple(map(plain_number, cast("Sequence[object]", value)))
+        if all(map(_is_int, items)):
+            return cast("tuple[int, ...]", items)
+    raise InvalidValueError(
+        "stop_token_ids", observed=value, limit="a list of token ids", remedy="use stop for texts"
+    )
 
 
 def _logit_bias(value: object) -> dict[int, float]:
@@ -295,13 +306,14 @@ def _logit_bias(value: object) -> dict[int, float]:
         raise InvalidValueError(
             "logit_bias", observed=value, limit="a mapping of token ids to numbers", remedy="pass {id: bias}"
         )
-    found = cast("Mapping[object, object]", value)
+    given = cast("Mapping[object, object]", value)
+    found = {plain_number(token_id): plain_number(bias) for token_id, bias in given.items()}
     for token_id, bias in found.items():
-        if not _is_int(token_id) or isinstance(bias, bool) or not isinstance(bias, (int, float)):
+        if not _is_int(token_id) or not is_number(bias):
             raise InvalidValueError(
                 "logit_bias",
                 observed={token_id: bias},
                 limit="a mapping of token ids to numbers",
                 remedy="token ids are integers, biases are numbers",
             )
-    return cast("dict[int, float]", dict(found))
+    return cast("dict[int, float]", found)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
 from paceline_engine.backends.base import OnProgress, Progress
 
+_logger = logging.getLogger("paceline")
+
 
 @contextmanager
 def default_progress(on_progress: OnProgress | None) -> Generator[OnProgress]:
     """The caller's display, else a bar for each stage; nothing where nobody watches. Never stdout."""
     if on_progress is not None:
-        yield on_progress
+        yield _Guarded(on_progress)
         return
     if not sys.stderr.isatty():
         yield lambda _: None
@@ -23,6 +26,22 @@ def default_progress(on_progress: OnProgress | None) -> Generator[OnProgress]:
         yield bars
     finally:
         bars.stop()
+
+
+class _Guarded:
+    """A caller's display, which may fail without failing the start; it is told no more then."""
+
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress: OnProgress | None = on_progress
+
+    def __call__(self, progress: Progress) -> None:
+        if self._on_progress is None:
+            return
+        try:
+            self._on_progress(progress)
+        except Exception:
+            self._on_progress = None
+            _logger.exception("on_progress raised, and is told no more of this start")
 
 
 class _Bars:

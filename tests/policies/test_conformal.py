@@ -32,6 +32,7 @@ def test_beyond_the_largest_sample() -> None:
     """Too few samples for a quantile give more than the largest, and the tail agrees with p(meet)."""
     errors = Errors([(1.0, 1.0, 1.0)] * 5)
     assert errors.e2e(0.99) > 1.0
+    assert errors.e2e(0.99) < errors.e2e(1 - 1e-15) <= errors.e2e(1.0) < math.inf
     limit = 500.0 * errors.e2e(0.99)
     p = errors.p_meet(points=POINTS, limits=(math.inf, math.inf, limit))
     assert p == pytest.approx(0.99)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,10 +153,24 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("ttft_ms", "200"), ("e2e_ms", True), ("confidence", "0.9"), ("confidence", None), ("hard", "yes")],
+    [
+        ("ttft_ms", "200"),
+        ("e2e_ms", True),
+        ("confidence", "0.9"),
+        ("confidence", None),
+        ("hard", "yes"),
+        ("tpot_ms", 10**400),
+    ],
 )
 def test_values_of_the_wrong_type_are_refused_by_name(field, value):
     """A text or a truth value in place of a number names the field, not a line of ours."""
     with pytest.raises(InvalidValueError) as refused:
         SLO(**{field: value})
     assert refused.value.field == field
+
+
+def test_numbers_of_other_types_become_plain_ones():
+    """NumPy's scalars are budgets like any other, and are held as Python's own numbers."""
+    slo = SLO(ttft_ms=np.float32(150.0), e2e_ms=np.int64(3000), confidence=np.float64(0.5))
+    assert slo == SLO(ttft_ms=150.0, e2e_ms=3000, confidence=0.5)
+    assert {type(value) for value in (slo.ttft_ms, slo.e2e_ms, slo.confidence)} == {int, float}

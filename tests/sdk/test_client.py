@@ -15,6 +15,7 @@ import pytest
 import paceline
 from paceline.errors import BackendError, ClosedError, InvalidValueError, ModelNotFoundError
 from paceline.testing import ManualClock, Reply, ScriptedBackend
+from paceline_engine.backends.base import Progress
 
 
 def scripted(script="a b c", **options):
@@ -148,12 +149,60 @@ def test_of_several_backends_the_broken_one_is_left_out():
         {"backend": [ScriptedBackend("a"), ScriptedBackend("a")]},
         {"backend": ScriptedBackend("a"), "device": "cuda"},
         {"backend": ScriptedBackend("a"), "host": "thread"},
+        {"backend": "embedded"},
+        {"backend": 5},
+        {"model": ""},
+        {"model": None},
+        {"model": b"model.gguf"},
+        {"clock": 5},
+        {"on_progress": "bar"},
+        {"policy": object()},
+        {"tracing": "no"},
     ],
 )
 def test_wrong_client_options_are_refused(options):
     """What makes no sense is refused where the client is made."""
     with pytest.raises(InvalidValueError):
         paceline.AsyncClient(**options)
+
+
+def test_a_model_may_be_a_path(tmp_path):
+    """A path is as good as its text."""
+    assert repr(paceline.AsyncClient(tmp_path)) == repr(paceline.AsyncClient(str(tmp_path)))
+
+
+def test_a_display_that_fails_does_not_fail_the_start(caplog):
+    """The first error of ``on_progress`` is logged, and the client starts without it."""
+    backend, clock = scripted()
+    start, calls = backend.start, []
+
+    async def reporting(on_progress=None):
+        for done in (0.0, 1.0):
+            on_progress(Progress(stage="load", done=done))
+        return await start(on_progress)
+
+    def broken(progress):
+        calls.append(progress)
+        raise ZeroDivisionError
+
+    backend.start = reporting
+
+    async def main():
+        client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False, on_progress=broken)
+        return await _one_turn(client)
+
+    assert asyncio.run(main()) == "a b c"
+    assert len(calls) == 1
+    assert "on_progress" in caplog.text
+
+
+@pytest.mark.parametrize("pin_s", [0, -1, float("nan"), "60", True])
+def test_a_pin_needs_a_time(pin_s):
+    """What is no number of seconds above 0 is refused by name."""
+    backend, clock = scripted()
+    client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False)
+    with pytest.raises(InvalidValueError, match="pin_s"):
+        asyncio.run(client.warm("hi", pin_s=pin_s))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

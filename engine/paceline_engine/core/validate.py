@@ -12,6 +12,7 @@ from paceline_engine.errors import (
 )
 from paceline_engine.fidelity import FidelityRequest
 from paceline_engine.grammar.compiler import Compiled
+from paceline_engine.limits import check_fits
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import ModelRunner
 from paceline_engine.plan import Plan
@@ -27,7 +28,7 @@ def check_generation(request: GenerationRequest, plan: Plan, runner: ModelRunner
     _check_common(request, plan, runner)
     _check_ids("logit_bias", request.sampling.logit_bias, runner.spec.vocab_size)
     _check_ids("stop_token_ids", request.stop_token_ids, runner.spec.vocab_size)
-    check_fits(runner, n_prompt=len(request.prompt.token_ids), n_more=plan.max_tokens, more="max_tokens")
+    _check_fits(runner, n_prompt=len(request.prompt.token_ids), n_more=plan.max_tokens, more="max_tokens")
 
 
 def check_score(
@@ -42,39 +43,20 @@ def check_score(
             )
         _check_ids("options", ids, runner.spec.vocab_size)
     longest = max(map(len, options))
-    check_fits(runner, n_prompt=len(request.prompt.token_ids), n_more=longest, more="the longest option")
+    _check_fits(runner, n_prompt=len(request.prompt.token_ids), n_more=longest, more="the longest option")
 
 
 def check_fidelity(request: FidelityRequest, runner: ModelRunner, *, blocks_needed: int) -> None:
     """Refuse a comparison that this model cannot run as asked."""
     check_variant(request.reference, runner.variants)
     _check_ids("token_ids", request.token_ids, runner.spec.vocab_size)
-    check_fits(runner, n_prompt=len(request.token_ids), n_more=0, more="nothing")
+    _check_fits(runner, n_prompt=len(request.token_ids), n_more=0, more="nothing")
     if blocks_needed > runner.n_blocks:
         raise PromptTooLongError(
             "token_ids",
             observed=f"{len(request.token_ids)} tokens, each run as {len(runner.variants)} variants",
             limit=f"{runner.n_blocks} KV blocks of {runner.block_size} tokens for all variants together",
             remedy="compare a shorter text, or raise kv_tokens",
-        )
-
-
-def check_fits(runner: ModelRunner, *, n_prompt: int, n_more: int, more: str) -> None:
-    """The last token's KV is never needed, so the cache holds one token more than it has room for.
-
-    Raises:
-        PromptTooLongError: prompt and output cannot fit, however long they wait.
-    """
-    capacity = runner.n_blocks * runner.block_size + 1
-    context = runner.spec.context_tokens
-    limit, what = min((context, "the model's context"), (capacity, "the KV cache"))
-    if n_prompt + n_more > limit:
-        raise PromptTooLongError(
-            "prompt",
-            observed=f"{n_prompt} tokens and {n_more} for {more}",
-            limit=f"at most {limit} tokens together with {more} ({what})",
-            remedy=f"shorten the prompt, lower {more}"
-            + (", or raise kv_tokens" if capacity < context else ""),
         )
 
 
@@ -128,6 +110,16 @@ def _check_common(request: GenerationRequest | ScoreRequest, plan: Plan, runner:
             remedy="begin an empty prompt with the model's start token",
         )
     _check_ids("prompt", request.prompt.token_ids, runner.spec.vocab_size)
+
+
+def _check_fits(runner: ModelRunner, *, n_prompt: int, n_more: int, more: str) -> None:
+    check_fits(
+        n_prompt=n_prompt,
+        n_more=n_more,
+        more=more,
+        context_tokens=runner.spec.context_tokens,
+        capacity_tokens=runner.n_blocks * runner.block_size,
+    )
 
 
 def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:

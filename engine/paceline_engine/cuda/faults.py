@@ -1,8 +1,9 @@
-"""What can go wrong on a GPU, in the terms of our errors."""
+"""What can go wrong on a device, in the terms of our errors."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -65,4 +66,12 @@ def memory_explained(model: str, budget: MemoryBudget | None) -> Generator[None,
         yield
     except torch.OutOfMemoryError as error:
         reason = str(error).partition("\n")[0] if budget is None else budget.explain()
+        raise ModelLoadError(model, reason=reason, remedy=remedy) from error
+    except RuntimeError as error:
+        # What torch's allocator on a CPU raises has no class of its own.
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        asked = re.search(r"allocate (\d+) bytes", str(error))
+        size = f" of {int(asked[1]) / _GIB:.1f} GiB" if asked else ""
+        reason = f"this machine has not the memory for one part{size}"
         raise ModelLoadError(model, reason=reason, remedy=remedy) from error

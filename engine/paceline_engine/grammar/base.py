@@ -98,6 +98,10 @@ def _no_schema(schema: object, remedy: str) -> InvalidValueError:
 
 
 def _check_length(field: str, text: str, most: int, remedy: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidValueError(
+            field, observed=text, limit="made of whole characters", remedy="leave out the lone surrogates"
+        )
     if len(text) > most:
         raise InvalidValueError(
             field, observed=f"{len(text)} characters", limit=f"at most {most} characters", remedy=remedy

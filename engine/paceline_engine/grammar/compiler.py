@@ -90,8 +90,10 @@ class Compiled:
         for matcher in (self._tokens, self._bytes):
             if matcher.is_error():
                 raise _refused(grammar, matcher.get_error())
-        if self.shortest is None and not any(self._bytes.compute_bitmask()):
-            raise _refused(grammar, "nothing can match it")
+        if self.shortest is None:
+            first = self._bytes.deep_copy()
+            if not any(first.compute_bitmask()) or first.is_error():
+                raise _refused(grammar, "nothing can match it")
 
     @cached_property
     def shortest(self) -> tuple[int, ...] | None:

@@ -67,7 +67,8 @@ class GrammarConstraint:
             return
         packed = np.frombuffer(self._tokens.compute_bitmask(), dtype=np.uint8)
         if self._tokens.is_error():
-            raise ConstraintFault(f"the grammar is too heavy at this place: {self._tokens.get_error()}")
+            reason = str(self._tokens.get_error()).partition("\n")[0]
+            raise ConstraintFault(f"the grammar is too heavy at this place: {reason}")
         bits = np.zeros(logits.shape[0], dtype=np.bool_)
         known = np.unpackbits(packed, bitorder="little")[
             : min(len(bits), self._compiled.vocabulary.vocab_size)

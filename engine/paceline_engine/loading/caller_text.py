@@ -45,7 +45,7 @@ class Disguise:
     def hidden(self, text: str) -> CallerText:
         return CallerText(str.translate(self.shown(text), self.hide), self)
 
-    def wrap(self, value: Any, depth: int = 0) -> Any:
+    def wrap(self, value: Any, depth: int = 0, *, field: str = "messages") -> Any:
         """The value with every text in it hidden."""
         if isinstance(value, str):
             return self.hidden(value)
@@ -53,11 +53,14 @@ class Disguise:
             return value
         if depth < MAX_DEPTH:
             if isinstance(value, Mapping):
-                return {self.wrap(key): self.wrap(item, depth + 1) for key, item in value.items()}
+                return {
+                    self.wrap(key, field=field): self.wrap(item, depth + 1, field=field)
+                    for key, item in value.items()
+                }
             if isinstance(value, (list, tuple)):
-                return [self.wrap(item, depth + 1) for item in value]
+                return [self.wrap(item, depth + 1, field=field) for item in value]
         raise InvalidValueError(
-            "messages",
+            field,
             observed=value,
             limit=f"made of texts, numbers, lists and objects, nested {MAX_DEPTH} deep at most",
             remedy="turn other objects into text or JSON first",
@@ -86,17 +89,18 @@ class Disguise:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Every text in a value."""
-    pending = [value]
+    """Every text in a value that ``Disguise.wrap`` does not refuse; a value may hold itself."""
+    pending = [(value, 0)]
     while pending:
-        one = pending.pop()
+        one, depth = pending.pop()
         if isinstance(one, str):
             yield one
+        elif depth > MAX_DEPTH + 1:
+            continue
         elif isinstance(one, Mapping):
-            pending.extend(one.keys())
-            pending.extend(one.values())
+            pending.extend((inner, depth + 1) for part in one.items() for inner in part)
         elif isinstance(one, (list, tuple)):
-            pending.extend(one)
+            pending.extend((inner, depth + 1) for inner in one)
 
 
 def _as_shown(name: str) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _SAME_ROLES = {"developer": "system"}
 
 
-def normalized(messages: Iterable[object]) -> list[dict[str, Any]]:
+def normalized(messages: object) -> list[dict[str, Any]]:
     """The messages as templates expect them.
 
     Contents become one text each (``None`` an empty one), tool calls have their arguments as an object, and
@@ -21,7 +21,7 @@ def normalized(messages: Iterable[object]) -> list[dict[str, Any]]:
     Raises:
         InvalidValueError: no messages, an unknown role, or a part that is no text.
     """
-    if isinstance(messages, (str, bytes, Mapping)):
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise _invalid("messages", messages, "a list of messages", "put the message into a list")
     found = [_message(message, index) for index, message in enumerate(messages)]
     if not found:
@@ -29,7 +29,7 @@ def normalized(messages: Iterable[object]) -> list[dict[str, Any]]:
     return found
 
 
-def normalized_tools(tools: Iterable[object] | None) -> list[dict[str, Any]] | None:
+def normalized_tools(tools: object) -> list[dict[str, Any]] | None:
     """The tools as OpenAI's ``{"type": "function", "function": …}``; None where there are none.
 
     Raises:
@@ -37,7 +37,7 @@ def normalized_tools(tools: Iterable[object] | None) -> list[dict[str, Any]] | N
     """
     if tools is None:
         return None
-    if isinstance(tools, (str, bytes, Mapping)):
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise _invalid("tools", tools, "a list of tools", "put the tool into a list")
     found: list[dict[str, Any]] = []
     for index, tool in enumerate(tools):

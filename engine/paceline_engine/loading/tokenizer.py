@@ -154,7 +154,7 @@ class TextTokenizer:
         ]
         rendered = self._template.render(
             wrapped,
-            disguise.wrap(tools),
+            disguise.wrap(tools, field="tools"),
             self._special.names,
             disguise,
             max_characters=1_000_000 + 16 * sum(map(len, texts)),

@@ -124,6 +124,8 @@ def test_frames_survive_every_cut() -> None:
         {"n_blocks": True},
         {"block_size": -1},
         {"n_threads": 0},
+        {"n_threads": 10**6},
+        {"kv_tokens": 10**30},
         {"n_threads": 1.5},
         {"max_sequences": 0},
         {"max_prefill_tokens_per_step": 0},

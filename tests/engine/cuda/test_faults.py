@@ -34,6 +34,12 @@ def test_a_cache_that_can_never_fit_is_refused_before_anything_loads() -> None:
     assert not ran
 
 
+def test_memory_that_runs_out_on_a_cpu_names_its_size() -> None:
+    """torch's allocator on a CPU raises a plain RuntimeError; the error says how much was asked for."""
+    with pytest.raises(ModelLoadError, match=r"4096\.0 GiB.*kv_tokens"), memory_explained("m", None):
+        torch.empty(1 << 42, dtype=torch.uint8)
+
+
 def test_other_errors_pass_unchanged() -> None:
     """Only memory is explained."""
     with pytest.raises(KeyError), memory_explained("m", None):

@@ -48,6 +48,13 @@ def test_texts_to_choose_from_are_checked(texts: list[str]) -> None:
         Grammar.one_of(texts)
 
 
+@pytest.mark.parametrize("make", [Grammar.regex, lambda text: Grammar.one_of([text])])
+def test_lone_surrogates_are_refused(make: Any) -> None:
+    """No model can write half a character, and no grammar library reads one."""
+    with pytest.raises(InvalidValueError, match="whole characters"):
+        make("a\ud800")
+
+
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -58,6 +65,7 @@ def test_texts_to_choose_from_are_checked(texts: list[str]) -> None:
         Grammar.json_schema({"$ref": "https://example.com/schema.json"}),
         Grammar.json_schema({"type": "string", "pattern": "("}),
         Grammar.json_schema({"type": "object", "not": {"required": ["a"]}}),
+        Grammar.json_schema({"$ref": "#"}),
     ],
 )
 def test_what_cannot_be_compiled_is_an_error_of_ours(grammar: Grammar, compiler: GrammarCompiler) -> None:

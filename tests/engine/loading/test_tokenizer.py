@@ -155,6 +155,24 @@ def test_the_plain_template(tiny_model: Any, tmp_path: Path) -> None:
     )
 
 
+def _endless() -> list[Any]:
+    """A list that holds itself."""
+    made: list[Any] = []
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "tools", [5, "x", {}, [1], [{"name": object()}], [{"name": "f", "enum": _endless()}]]
+)
+def test_malformed_tools_are_refused_by_name(tiny_model: Any, tools: Any) -> None:
+    """What is no list of plain objects is an error that names the tools."""
+    tokenizer = open_tokenizer(str(tiny_model("qwen2").gguf))
+    with pytest.raises(InvalidValueError) as caught:
+        tokenizer.render_chat([{"role": "user", "content": "x"}], tools=tools)
+    assert caught.value.field.startswith("tools")
+
+
 @pytest.mark.parametrize(
     "messages",
     [
@@ -168,6 +186,8 @@ def test_the_plain_template(tiny_model: Any, tmp_path: Path) -> None:
         ["x"],
         [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}],
         [{"role": "user", "content": "x", "extra": object()}],
+        [{"role": "user", "content": "x", "extra": _endless()}],
+        5,
     ],
 )
 def test_malformed_conversations_are_refused(tiny_model: Any, messages: Any) -> None:

@@ -13,6 +13,8 @@ from paceline_engine.mode import Drafter, Speculation, Variant
 
 DEFAULT_KV_TOKENS = 16_384
 _SELF_DRAFTS = 4
+_MOST_THREADS = 1024
+_MOST = 1 << 40
 _NGRAM_DRAFTS = 8
 """Drafts of repeated text cost only their verification."""
 
@@ -175,11 +177,13 @@ def _check_counts(config: EmbeddedConfig) -> None:
     for name in (*counts, "max_prefill_tokens_per_step", "max_sequences", "max_restarts_per_minute"):
         value = getattr(config, name)
         least = 0 if name == "max_restarts_per_minute" else 1
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        most = _MOST_THREADS if name == "n_threads" else _MOST
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and least <= value <= most):
             raise InvalidValueError(
                 name,
                 observed=value,
-                limit=f"a whole number of at least {least}",
+                limit=f"a whole number from {least} to {most}",
                 remedy="leave it out for the default",
             )
 

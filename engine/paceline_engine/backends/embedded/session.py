@@ -31,7 +31,6 @@ from paceline_engine.backends.embedded.messages import (
     TakeSnapshot,
 )
 from paceline_engine.backends.embedded.process import ProcessTransport
-from paceline_engine.backends.embedded.thread import ThreadTransport
 from paceline_engine.chunk import Chunk, ScoreResult
 from paceline_engine.core.base import StepOutput
 from paceline_engine.errors import ClosedError, EngineDiedError, InvalidValueError, PacelineError
@@ -98,9 +97,15 @@ class Session:
         self._ids: dict[str, str] = {}
         self._counter = itertools.count()
         launch = Launch(config=config, step_policy_numbers=dict(step_policy_numbers))
-        kind = ProcessTransport if config.host == "process" else ThreadTransport
         self._host = "worker process" if config.host == "process" else "step thread"
-        self.transport: Transport = kind(launch, on_event=self.dispatch)
+        self.transport: Transport
+        if config.host == "process":
+            self.transport = ProcessTransport(launch, on_event=self.dispatch)
+        else:
+            # Not with this module: the worker, whose parts it shares, is run as a program of its own.
+            from paceline_engine.backends.embedded.thread import ThreadTransport
+
+            self.transport = ThreadTransport(launch, on_event=self.dispatch)
 
     def submit(self, request: AnyRequest, plan: Plan, *, submitted_at_s: float) -> Call:
         """Send a request.
