@@ -22,7 +22,6 @@ from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, Message, Prompt, ScoreRequest
 from paceline_engine.snapshot import Snapshot
 from paceline_engine.timeline import Timeline
-from paceline_policies.decide import infeasible_message
 from paceline_policies.decision import Decision
 from paceline_policies.slo import SLO
 
@@ -238,6 +237,8 @@ class Call:
         if slo.hard and deadline_at_s is not None and deadline_at_s <= now:
             error = DeadlineExpiredError(late_ms=(now - deadline_at_s) * 1e3)
         elif self.plan is None:
+            from paceline_policies.decide import infeasible_message
+
             error = InfeasibleError(
                 infeasible_message(self.decided.decision, slo), decision=self.decided.decision
             )

@@ -15,11 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 from uuid import uuid4
 
-from paceline.calibrate import ProfileOption, profile_of
 from paceline.ledger import Clock, Ledger
 from paceline.options import check_messages, check_name, check_slo, parse_options
 from paceline.pin import PrefixPin
-from paceline.planner import Planner
 from paceline.policy import Ask, Policy, Served
 from paceline.progress import default_progress
 from paceline.turn import AsyncTurn, Messages, Ready, Tools
@@ -32,11 +30,13 @@ from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest
 from paceline_engine.snapshot import Snapshot
 from paceline_policies.pacing import STEP_POLICY
-from paceline_policies.profile import Profile
 from paceline_policies.slo import SLO
 
 if TYPE_CHECKING:
+    from paceline.calibrate import ProfileOption
+    from paceline.planner import Planner
     from paceline.tracing.spans import TurnSpan
+    from paceline_policies.profile import Profile
 
 DEFAULT_MODEL = "gemma3-270m"
 
@@ -189,6 +189,8 @@ class AsyncClient:
     async def _start(self) -> Ready:
         if self._backends is None:
             self._backends = _named(_embedded(self._model, self._engine_options))
+        # Runs while the start of a worker is waited for.
+        asyncio.get_running_loop().call_soon(self._import_late)
         with default_progress(self._on_progress) as on_progress:
             served = {
                 name: Served(backend=backend, info=await backend.start(on_progress))
@@ -200,8 +202,10 @@ class AsyncClient:
         self._rehearse(served, policy)
         return Ready(served=served, policy=policy)
 
-    def _rehearse(self, served: Mapping[str, Served], policy: Policy) -> None:
-        """Pay for late imports and first decisions here, not out of the first turn's budgets."""
+    def _import_late(self) -> None:
+        """Import what the client's own start does not need, and a turn does."""
+        import_module("paceline.planner")
+        import_module("paceline.calibrate")
         import_module("paceline.verdicts")
         if self._tracing:
             from opentelemetry.trace import NoOpTracerProvider
@@ -209,6 +213,12 @@ class AsyncClient:
             from paceline.tracing.spans import start_turn
 
             start_turn("", slo=self._slo, started_at_s=self._clock(), tracer_provider=NoOpTracerProvider())
+
+    def _rehearse(self, served: Mapping[str, Served], policy: Policy) -> None:
+        """Pay for late imports and first decisions here, not out of the first turn's budgets."""
+        from paceline.planner import Planner
+
+        self._import_late()
         now_s = self._clock()
         left = Ledger(self._slo, opened_at_s=now_s, clock=self._clock).left(called_at_s=now_s)
         ask = Ask(slo=self._slo, left=left, now_s=now_s, deadline_at_s=None, max_tokens=16)
@@ -313,7 +323,11 @@ class AsyncClient:
 
 
 def _check_profile(profile: object) -> None:
-    if isinstance(profile, Profile) or profile in ("auto", "calibrate", "quick", "assume"):
+    if profile in ("auto", "calibrate", "quick", "assume"):
+        return
+    from paceline_policies.profile import Profile
+
+    if isinstance(profile, Profile):
         return
     raise UnknownOptionError(
         "profile",
@@ -351,7 +365,8 @@ async def _planner(
     served: Mapping[str, Served], option: ProfileOption | Profile, on_progress: OnProgress
 ) -> Planner:
     from paceline import profiles
-    from paceline.calibrate import version
+    from paceline.calibrate import profile_of, version
+    from paceline.planner import Planner
 
     found: dict[str, Profile] = {}
     savers: dict[str, Callable[[Profile], object]] = {}

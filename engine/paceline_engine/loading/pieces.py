@@ -127,6 +127,10 @@ class PieceTokenizer:
         start = int(self._ends[token_id - 1]) if token_id else 0
         return self._data[start : int(self._ends[token_id])]
 
+    def ids_of_length(self, n_bytes: int) -> tuple[int, ...]:
+        """The tokens that stand for so many bytes, ascending."""
+        return tuple(np.flatnonzero(np.diff(self._ends, prepend=0) == n_bytes).tolist())
+
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text, control tokens left out; invalid UTF-8 becomes U+FFFD."""
         return b"".join(self.token_bytes(token_id) for token_id in ids).decode("utf-8", "replace")

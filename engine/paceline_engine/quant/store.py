@@ -7,6 +7,7 @@ costs nothing but the next start's time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -182,6 +183,7 @@ class WeightStore:
 
     def _read(self, path: Path, kind: str) -> dict[str, Tensor]:
         """The file's tensors, mapped into memory."""
+        mark = _Mark(path)
         with safe_open(path, framework="pt") as file:
             opened: Any = file
             header: dict[str, str] = opened.metadata() or {}
@@ -189,8 +191,10 @@ class WeightStore:
         expected = self._header(kind)
         if {name: header.get(name) for name in expected} != expected:
             raise _DoesNotFitError("it was made from another checkpoint or by another version")
-        if header.get("crc32") != _checksum(tensors):
-            raise _DoesNotFitError("its checksum does not match its data")
+        if not mark.holds:
+            if header.get("crc32") != _checksum(tensors):
+                raise _DoesNotFitError("its checksum does not match its data")
+            mark.set()
         return tensors
 
     def _write(self, path: Path, kind: str, tensors: dict[str, Tensor]) -> None:
@@ -199,6 +203,31 @@ class WeightStore:
             write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=header))
         except (OSError, SafetensorError) as error:
             _LOG.warning("the converted weights are not kept in %s: %s", path.parent, error)
+
+
+class _Mark:
+    """Tells that a file's checksum was found right, until the file is written again.
+
+    The checksum takes as long as all else of reading, and guards against a copy or a write that broke off.
+    So it is compared once for each file, known by its size, its time of change and its inode.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_suffix(".checked")
+        status = path.stat()
+        self._identity = f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
+
+    @property
+    def holds(self) -> bool:
+        try:
+            return self._path.read_text(encoding="ascii") == self._identity
+        except (OSError, ValueError):
+            return False
+
+    def set(self) -> None:
+        """A disk that cannot be written costs only the time of the next comparison."""
+        with contextlib.suppress(OSError):
+            write_atomically(self._path, lambda draft: draft.write_text(self._identity, encoding="ascii"))
 
 
 def _flatten(matrices: Mapping[str, Matrix]) -> dict[str, Tensor]:

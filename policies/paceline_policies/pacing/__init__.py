@@ -7,10 +7,11 @@ costs now · ``pacer`` the order and size of prefill · ``governor`` the variant
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from paceline_policies.pacing.numbers import StepNumbers
-from paceline_policies.pacing.pacer import Pacer
+if TYPE_CHECKING:
+    from paceline_policies.pacing.numbers import StepNumbers
+    from paceline_policies.pacing.pacer import Pacer
 
 __all__ = ["STEP_POLICY", "Pacer", "StepNumbers", "make_step_policy"]
 
@@ -24,4 +25,20 @@ def make_step_policy(numbers: Mapping[str, Any]) -> Pacer:
     Raises:
         InvalidValueError: numbers of another form.
     """
+    from paceline_policies.pacing.numbers import StepNumbers
+    from paceline_policies.pacing.pacer import Pacer
+
     return Pacer(StepNumbers.from_dict(numbers))
+
+
+def __getattr__(name: str) -> Any:
+    """Import the rest when it is asked for: naming the policy needs none of it."""
+    if name == "Pacer":
+        from paceline_policies.pacing.pacer import Pacer
+
+        return Pacer
+    if name == "StepNumbers":
+        from paceline_policies.pacing.numbers import StepNumbers
+
+        return StepNumbers
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,6 +30,9 @@ def test_the_table_gives_what_the_tokenizer_gives(whole: Tokenizer, tmp_path: Pa
     ids = range(whole.vocab_size + 3)
     assert [table.token_bytes(token_id) for token_id in ids] == [whole.token_bytes(i) for i in ids]
     assert table.decode(ids) == whole.decode(ids)
+    for n_bytes in (0, 1, 3):
+        same = tuple(i for i in range(whole.vocab_size) if len(whole.token_bytes(i)) == n_bytes)
+        assert table.ids_of_length(n_bytes) == same
     assert (table.vocab_size, table.bos_token_id, table.eos_token_ids, table.has_chat_template) == (
         whole.vocab_size,
         whole.bos_token_id,

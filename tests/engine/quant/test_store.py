@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,6 +234,22 @@ def test_a_damaged_file_is_replaced(tmp_path: Path) -> None:
     third = CountingCheckpoint()
     WeightStore(third, directory=tmp_path).matrices(Variant.INT8)
     assert third.reads == 0
+
+
+def test_a_checksum_is_compared_once_for_each_file(tmp_path: Path) -> None:
+    """A file that was found right is read as it stands, until its size, time or inode tell of a change."""
+    WeightStore(CountingCheckpoint(), directory=tmp_path).matrices(Variant.INT8)
+    WeightStore(CountingCheckpoint(), directory=tmp_path).matrices(Variant.INT8)
+    path = only_file(tmp_path)
+    status = path.stat()
+    _flip_one_bit(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    trusted, doubted = CountingCheckpoint(), CountingCheckpoint()
+    WeightStore(trusted, directory=tmp_path).matrices(Variant.INT8)
+    assert trusted.reads == 0
+    os.utime(path)
+    WeightStore(doubted, directory=tmp_path).matrices(Variant.INT8)
+    assert doubted.reads > 0
 
 
 def test_checkpoints_do_not_share_files(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, Message, Prompt, ScoreRequest
 from paceline_engine.snapshot import Snapshot
-from paceline_engine.speculate.ngram import repetition
 
 T = TypeVar("T")
 
@@ -118,6 +117,9 @@ class EmbeddedBackend:
         session = await self._ready()
         call = session.snapshot(prompt.token_ids, salt=salt, adapter=adapter)
         # Told here, where it costs the worker no time; it asks nothing of the engine.
+        # Here, since NumPy would take a tenth of a second of the way to the worker's start.
+        from paceline_engine.speculate.ngram import repetition
+
         repeats = repetition(prompt.token_ids) if self._config.offered_speculations else None
         limit_s = self._config.answer_timeout_s
         try:
