@@ -64,7 +64,7 @@ def _stretch(
     sums: dict[Variant, Tensor] | None,
 ) -> None:
     """Run all of ``ids`` but the last; each predicts the one after it. The reference comes first."""
-    expected: Tensor | None = None
+    expected: tuple[Tensor, Tensor] | None = None
     for variant, table in tables.items():
         part = SequenceSlice(
             token_ids=ids[:-1],
@@ -74,17 +74,22 @@ def _stretch(
         )
         logits = runner.forward([part], variant)
         if sums is not None:
-            expected = logits if expected is None else expected
+            if expected is None:
+                found = logits.log_softmax(-1)
+                expected = found, found.argmax(-1)
             targets = torch.tensor(ids[1:], device=logits.device)
             for start in range(0, len(targets), _COMPARED_ROWS):
                 rows = slice(start, start + _COMPARED_ROWS)
-                sums[variant] += _compare(logits[rows], expected[rows], targets[rows]).cpu()
+                found = logits[rows].log_softmax(-1)
+                sums[variant] += _compare(found, expected[0][rows], expected[1][rows], targets[rows]).cpu()
 
 
-def _compare(found: Tensor, expected: Tensor, targets: Tensor) -> Tensor:
-    """Sums over rows of logits [rows, vocab]: log likelihood, divergence of found, agreement."""
-    found, expected = found.log_softmax(-1), expected.log_softmax(-1)
+def _compare(found: Tensor, expected: Tensor, likeliest: Tensor, targets: Tensor) -> Tensor:
+    """Sums over rows of log probabilities [rows, vocab]: log likelihood, divergence of found, agreement.
+
+    ``likeliest`` [rows] is where ``expected`` is largest.
+    """
     likelihood = found.gather(1, targets[:, None]).double().sum()
     divergence = (expected.exp() * (expected - found)).sum(-1).double().sum()
-    agreement = (found.argmax(-1) == expected.argmax(-1)).double().sum()
+    agreement = (found.argmax(-1) == likeliest).double().sum()
     return torch.stack([likelihood, divergence, agreement])

@@ -58,7 +58,7 @@ class ModesBench:
 
     @property
     def rounds(self) -> int:
-        return 1 if self.quick else 3
+        return 1 if self.quick else 2
 
     async def run(self, prompt: Prompt, mode: Mode, max_tokens: int) -> Timeline:
         return (await run_measured(self.backend, prompt, mode, max_tokens=max_tokens)).timeline

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.cli.bench.modes import ModesBench
 
 STREAM_TOKENS = 64
-N_STREAMS = 8
+N_STREAMS = 5
 TARGETS = (Variant.BF16, Variant.INT8)
 """Variants that are drafted for: int4 drafts for both."""
 MIN_SELF_SPEEDUP = 1.5

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.cli.bench.modes import ModesBench
 
 WINDOW_TOKENS = 512
-N_WINDOWS = 8
+N_WINDOWS = 6
 MAX_PERPLEXITY_RATIO: Mapping[Variant, float] = MappingProxyType(
     {Variant.INT8: 1.005, Variant.FP8: 1.015, Variant.INT4: 1.10}
 )
