@@ -27,7 +27,7 @@ KEPT = 96
 _ALIKE = 0.08
 """Prompts whose repetition differs by this much count 0.6 of one that is equal, by twice as much 0.14."""
 _ASSUMED_WEIGHT = 1.0
-"""What all assumed outcomes together weigh against one answer to an equal prompt."""
+"""What assumed outcomes weigh together where no like prompt was seen; after n such, 1 / (1 + n) of it."""
 _ASSUMED = 8
 _LEAST_SHARE = 0.25
 _FEWEST_TOKENS = 5
@@ -83,8 +83,8 @@ class Drafting:
     def outcomes(self, mode: Mode, repetition: float | None) -> Outcomes:
         """What the drafts of a speculating mode may bring to an answer.
 
-        Beside the answers seen stand assumed outcomes, from nothing accepted to everything, of little
-        weight: they are all there is where no such prompt was seen.
+        Beside the answers seen stand assumed outcomes, from nothing accepted to everything: they are all
+        there is where no such prompt was seen, and give way as such prompts come.
         """
         assert mode.speculation is not None
         most = mode.speculation.max_draft_tokens
@@ -96,10 +96,11 @@ class Drafting:
         assumed = (most + 1.0) ** ((np.arange(_ASSUMED) + 0.5) / _ASSUMED)
         # An engine drafts less where less is accepted, but never stops trying.
         drafts = _LEAST_SHARE * most + (1 - _LEAST_SHARE) * (assumed - 1)
+        assumed_weight = _ASSUMED_WEIGHT / (1.0 + float(weights.sum())) / _ASSUMED
         return Outcomes(
             tokens_per_pass=np.concatenate([expected_tokens(facts[:, 1], most), assumed]),
             drafts_per_pass=np.concatenate([most * facts[:, 2], drafts]),
-            weights=np.concatenate([weights, np.full(_ASSUMED, _ASSUMED_WEIGHT / _ASSUMED)]),
+            weights=np.concatenate([weights, np.full(_ASSUMED, assumed_weight)]),
             ratios=ratios,
         )
 
