@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -231,10 +232,12 @@ class AsyncClient:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._ready is not None:
-            self._ready.policy.save()
-        for backend in (self._backends or {}).values():
-            await backend.aclose()
+        async with AsyncExitStack() as closing:
+            # Whatever fails on the way, every backend is closed.
+            for backend in reversed((self._backends or {}).values()):
+                closing.push_async_callback(backend.aclose)
+            if self._ready is not None:
+                self._ready.policy.save()
 
     def turn(self, name: str = "agent", *, slo: SLO | None = None) -> AsyncTurn:
         """A turn, to be opened with ``async with``. Its budgets count from there.
@@ -301,7 +304,7 @@ class AsyncClient:
                 if chunk.finish is not None:
                     usage = chunk.finish.usage
             if pin_s is not None and isinstance(served.backend, Pinning):
-                PrefixPin(served.backend, prompt, salt=salt, adapter=adapter, hold_s=pin_s)
+                PrefixPin(served.backend, prompt, salt=options.salt, adapter=options.adapter, hold_s=pin_s)
             return usage
 
         return (await asyncio.gather(*(one(served) for served in ready.served.values())))[0]

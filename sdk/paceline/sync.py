@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 import time
@@ -39,7 +40,9 @@ class _Loop:
     """An event loop in a daemon thread, started with the first call."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        # Reentrant: collecting garbage inside it may close this very loop.
+        self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -47,34 +50,42 @@ class _Loop:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it there in a copy of the caller's context, and wait."""
         try:
-            loop = self._running()
+            if not self.owned:
+                raise ClosedError("this client belongs to the parent process: make one after the fork")
+            with self._lock:
+                future = asyncio.run_coroutine_threadsafe(work, self._running())
         except BaseException:
             work.close()
             raise
-        future = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise ClosedError("the client was closed while this ran") from None
         except BaseException:
             future.cancel()  # Nothing where it ended; else the caller was interrupted (Ctrl-C).
             raise
 
+    @property
+    def owned(self) -> bool:
+        """Whether this process started it; a forked child has neither its thread nor its lock's state."""
+        return os.getpid() == self._pid
+
     def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the client is closed: make a new one")
-            if self._thread is threading.current_thread():
-                raise ClosedError(
-                    "a sync call from the client's own loop would wait for itself: use AsyncClient"
-                )
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=_run_loop, args=(self._loop,), name="paceline-client", daemon=True
-                )
-                self._thread.start()
-            return self._loop
+        if self._closed:
+            raise ClosedError("the client is closed: make a new one")
+        if self._thread is threading.current_thread():
+            raise ClosedError("a sync call from the client's own loop would wait for itself: use AsyncClient")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=_run_loop, args=(self._loop,), name="paceline-client", daemon=True
+            )
+            self._thread.start()
+        return self._loop
 
     def close(self) -> None:
+        if not self.owned:
+            return
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread
@@ -89,6 +100,11 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        # Whoever still waits for something in another thread has to be told.
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         asyncio.set_event_loop(None)
@@ -170,7 +186,7 @@ class Client:
 
     def close(self) -> None:
         """Save what was learned, end all that runs and close the backends; again does nothing."""
-        if not self._client.closed:
+        if self._loop.owned and not self._client.closed:
             try:
                 self._loop.call(self._client.aclose())
             finally:
@@ -216,7 +232,8 @@ class Turn:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._loop.call(self._turn._exit(error))
+            if self._loop.owned:
+                self._loop.call(self._turn._exit(error))
         finally:
             if self._activation is not None:
                 self._activation.end()
@@ -356,7 +373,8 @@ class Stream:
 
     def close(self) -> None:
         """Cancel the generation, where it still runs; calling it again does nothing."""
-        self._loop.call(self._stream.aclose())
+        if self._loop.owned:
+            self._loop.call(self._stream.aclose())
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from paceline.sync import Turn
     from paceline.tracing.context import Activation
     from paceline.tracing.spans import ToolSpan, TurnSpan
+
+_logger = logging.getLogger("paceline")
 
 Messages = str | Sequence[Message]
 """A conversation, or one user's text."""
@@ -368,7 +371,11 @@ class AsyncTurn:
         if record.error is None:
             self._last_call = call
         if self._desk is not None and record.error is None and record.finish_reason != FinishReason.CANCELLED:
-            self._desk.policy.observe(record.decision, call.decided.snapshot, record.timeline)
+            try:
+                self._desk.policy.observe(record.decision, call.decided.snapshot, record.timeline)
+            except Exception:
+                # The answer is there: what could not be learned from it must not take it away.
+                _logger.exception("the policy could not learn from a generation")
 
     def _build(self, ended_at_s: float) -> Report:
         desk = self._opened()

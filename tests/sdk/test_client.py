@@ -347,3 +347,88 @@ def test_a_client_that_is_never_closed_lets_the_process_end():
     )
     assert done.stdout == "a b\n"
     assert done.stderr == ""
+
+
+def test_closing_tells_whoever_waits_in_another_thread():
+    """A call that waits while the client is closed ends with ClosedError, and its thread goes on."""
+    backend, clock = scripted()
+    entered = threading.Event()
+
+    async def never(*_, **__):
+        entered.set()
+        await asyncio.Event().wait()
+
+    client = paceline.Client(backend=backend, clock=clock, tracing=False)
+    client.start()
+    backend.prepare = never
+    turn = contextvars.copy_context().run(client.turn().__enter__)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(turn.generate, "hi")
+        assert entered.wait(10)
+        client.close()
+        with pytest.raises(ClosedError, match="closed while this ran"):
+            waiting.result(10)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_never_waits_for_its_parents_loop():
+    """In the child every sync call raises ClosedError, and leaving the blocks of the parent does nothing."""
+    code = (
+        "import os, warnings\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"
+        "import paceline\n"
+        "from paceline.testing import ScriptedBackend\n"
+        "backend = ScriptedBackend('a b', prefill_ms=1, tpot_ms=1)\n"
+        "with paceline.Client(backend=backend) as client, client.turn() as turn:\n"
+        "    with turn.stream('hi', max_tokens=4) as stream:\n"
+        "        next(stream)\n"
+        "        if not (child := os.fork()):\n"
+        "            for call in (client.turn, client.start, lambda: turn.generate('hi'),\n"
+        "                         lambda: next(stream), lambda: client.warm('hi')):\n"
+        "                try:\n"
+        "                    call()\n"
+        "                    os._exit(2)\n"
+        "                except paceline.errors.ClosedError as error:\n"
+        "                    assert 'after the fork' in str(error), error\n"
+        "    if child:\n"
+        "        print(turn.generate('hi', max_tokens=4).text)\n"
+        "if not child:\n"
+        "    os._exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("a b\n7\n", "")
+
+
+class Faulty:
+    """A policy whose learning and saving fail."""
+
+    def __init__(self, policy):
+        self._policy = policy
+
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
+
+    def observe(self, *_):
+        raise ZeroDivisionError
+
+    def save(self):
+        raise ZeroDivisionError
+
+
+def test_a_policy_that_fails_to_learn_costs_no_answer(caplog):
+    """The answer arrives, the fault is logged, and the backends are closed whatever saving does."""
+    backend, clock = scripted()
+
+    async def main():
+        client = paceline.AsyncClient(backend=backend, clock=clock, tracing=False)
+        await client.start()
+        client._ready.policy = Faulty(client._ready.policy)
+        text = await _one_turn(client)
+        with pytest.raises(ZeroDivisionError):
+            await client.aclose()
+        return text
+
+    assert asyncio.run(main()) == "a b c"
+    assert "could not learn" in caplog.text
+    assert backend.closed
