@@ -30,8 +30,8 @@ ProfileOption = Literal["auto", "calibrate", "quick", "assume"]
 ``auto`` with fewer probes. ``assume``: none; start from a guess and learn from traffic."""
 
 WAIT_FOR_OTHER_S = 180.0
-QUALITY_SHARE = 0.25
-"""Of the progress that is reported."""
+PROBES_SHARE, QUALITY_SHARE, DRAFTS_SHARE = 0.5, 0.2, 0.3
+"""Of the progress that is reported: about how the time divides."""
 
 
 def version() -> str:
@@ -81,7 +81,7 @@ async def calibrate(served: Served, *, quick: bool = False, on_progress: OnProgr
         on_progress(
             Progress(
                 stage="calibrate",
-                done=(1 - QUALITY_SHARE) * done / len(todo),
+                done=PROBES_SHARE * done / len(todo),
                 message=f"{probe.variant}, {probe.prompt_tokens} prompt tokens",
             )
         )
@@ -90,13 +90,17 @@ async def calibrate(served: Served, *, quick: bool = False, on_progress: OnProgr
         )
         runs.extend((probe, line) for line in lines)
 
-    def on_share(share: float) -> None:
-        done = 1 - QUALITY_SHARE * (1 - share)
+    def on_quality(share: float) -> None:
+        done = PROBES_SHARE + QUALITY_SHARE * share
         on_progress(Progress(stage="calibrate", done=done, message="measuring quality"))
 
-    qualities = await measure_quality(served, await held_texts(served, quick=quick), on_share=on_share)
+    def on_drafts(share: float) -> None:
+        done = PROBES_SHARE + QUALITY_SHARE + DRAFTS_SHARE * share
+        on_progress(Progress(stage="calibrate", done=done, message="measuring drafts"))
+
+    qualities = await measure_quality(served, await held_texts(served, quick=quick), on_share=on_quality)
     profile = fit_profile(served.info, runs, version=version(), qualities=qualities)
-    profile = await calibrate_drafts(served, profile)
+    profile = await calibrate_drafts(served, profile, on_share=on_drafts)
     on_progress(Progress(stage="calibrate", done=1.0))
     return profile
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 
 from paceline.measured import run_measured
@@ -15,15 +15,17 @@ from paceline_policies.draft_calibration import DraftProbe, draft_probes, with_d
 from paceline_policies.profile import Profile
 
 
-async def calibrate_drafts(served: Served, profile: Profile) -> Profile:
+async def calibrate_drafts(served: Served, profile: Profile, *, on_share: Callable[[float], None]) -> Profile:
     """The profile with what drafting costs and how much of it is accepted.
 
     The conversations reach from an answer in the model's own words to one of a row of like answers. Nothing
-    runs where the backend offers no way to draft.
+    runs where the backend offers no way to draft. ``on_share`` is told the share that is done.
     """
     runs: list[tuple[DraftProbe, Snapshot, Timeline]] = []
     if probes := draft_probes(served.info):
-        for messages in _conversations():
+        conversations = _conversations()
+        for done, messages in enumerate(conversations):
+            on_share(done / len(conversations))
             runs += [run for probe in probes if (run := await _run(served, probe, messages)) is not None]
     return with_drafts(profile, runs) if runs else profile
 

@@ -48,10 +48,10 @@ def start(profile="quick"):
 
 
 def test_first_start_calibrates_and_the_next_reads_the_file(cache):
-    """The first start reports its calibration from 0 to 1; the second runs none."""
+    """The first start reports its calibration from 0 to 1, the 1 once; the second runs none."""
     progress, info = start()
     assert [each.done for each in progress] == sorted(each.done for each in progress)
-    assert progress[-1].done == 1.0
+    assert [each.done for each in progress if each.done >= 1] == [progress[-1].done]
     path = profiles.profile_path(info, version=version())
     saved = profiles.load(path, info, version=version())
     assert saved is not None
