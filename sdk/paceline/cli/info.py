@@ -33,7 +33,7 @@ def run(*, model: str, as_json: bool) -> None:
     for section, rows in facts.items():
         print(section)
         for key, value in rows.items():
-            print(f"  {key:<20} {_line(value) if section == 'variants' else value}")
+            print(f"  {key:<20} {_line(value) if section == 'variants' else _plain(value)}")
 
 
 def facts_of(model: str) -> dict[str, dict[str, Any]]:
@@ -58,7 +58,9 @@ def _cache() -> dict[str, Any]:
     for kind in ("weights", "tokenizers", "profiles"):
         sizes = [file.stat().st_size for file in (folder / kind).glob("*") if file.is_file()]
         files = "file" if len(sizes) == 1 else "files"
-        found[kind] = f"{len(sizes)} {files}, {sum(sizes) / 1e6:.1f} MB"
+        total = sum(sizes)
+        size = f"{total / 1e6:.1f} MB" if total >= 1e5 else f"{total / 1e3:.1f} kB"
+        found[kind] = f"{len(sizes)} {files}, {size}"
     return found
 
 
@@ -109,6 +111,10 @@ def _profiles(digest: str) -> list[Profile]:
         if (profile.fingerprint, profile.version) == (fingerprint, version()):
             found.append(profile)
     return found
+
+
+def _plain(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _line(row: dict[str, Any]) -> str:

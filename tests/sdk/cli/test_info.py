@@ -29,7 +29,7 @@ def test_info_tells_what_decides_the_speed(run, tmp_path: Path) -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert all(row["use"] and row["converted"] is False for row in facts["variants"].values())
     assert facts["cache"]["folder"] == str(tmp_path)
-    assert facts["cache"]["profiles"] == "1 file, 0.0 MB"
+    assert facts["cache"]["profiles"] == "1 file, 0.0 kB"
 
 
 def test_info_shows_the_quality_that_was_measured_here(
@@ -57,6 +57,7 @@ def test_info_works_without_the_engine_extra(run) -> None:
     done = run("info", without_torch=True)
     assert done.returncode == 0, done.stderr
     assert "pip install 'paceline[engine]'" in done.stdout
+    assert "[" not in next(line for line in done.stdout.splitlines() if "instruction_sets" in line)
 
 
 def test_info_tells_of_a_model_that_is_not_there(run, missing: str) -> None:
