@@ -13,7 +13,7 @@ def run(client: paceline.Client) -> None:
         decision = turn.plan(QUESTION, max_tokens=200)
         print(f"feasible: {decision.feasible}")
         for candidate in decision.candidates:
-            print(f"  {candidate.mode.label:<6} p {candidate.p_meet:.2f}  {candidate.reason}")
+            print(f"  {candidate.mode.label:<12} p {candidate.p_meet:.2f}  {candidate.reason}")
         try:
             turn.generate(QUESTION, max_tokens=200)
         except paceline.InfeasibleError as error:

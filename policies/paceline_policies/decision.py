@@ -78,7 +78,8 @@ class Decision:
         fits = "fits the SLO" if self.feasible else "nothing fits the SLO"
         if self.plan is None:
             return f"{self.action} ({fits})"
-        most = f"at most {self.plan.max_tokens} tokens"
+        cap = self.plan.max_tokens
+        most = f"at most {cap} {'token' if cap == 1 else 'tokens'}"
         return f"{self.action} {self.plan.mode.label} on {self.backend}, {most} ({fits})"
 
     @property

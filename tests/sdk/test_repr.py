@@ -38,9 +38,11 @@ def test_answers_decisions_and_reports_fit_a_screen():
     with client() as made, made.turn() as turn:
         answer = turn.generate("hi", max_tokens=4)
         decision = turn.plan("hi", max_tokens=4)
+        shortest = turn.plan("hi", max_tokens=1)
     for shown in (repr(answer), repr(decision), repr(turn.report), repr(turn.report.generations[0])):
         assert len(shown) < 900
     assert str(decision) == "run bf16 on scripted, at most 4 tokens (fits the SLO)"
+    assert str(shortest) == "run bf16 on scripted, at most 1 token (fits the SLO)"
 
 
 def test_a_turn_says_how_to_open_it():
