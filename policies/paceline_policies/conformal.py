@@ -29,15 +29,22 @@ TAIL_EXPONENT = 3.0
 class Errors:
     """Samples of prediction errors, ready for quantiles. Unchanging."""
 
-    __slots__ = ("_decoded", "_quantiles", "_ttft", "_weights")
+    __slots__ = ("_decoded", "_first", "_quantiles", "_ttft", "_weights")
 
-    def __init__(self, samples: Sequence[Sample] | FloatArray, weights: FloatArray | None = None) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Sample] | FloatArray,
+        weights: FloatArray | None = None,
+        *,
+        first: Errors | None = None,
+    ) -> None:
         """``samples`` must not be empty.
 
         Args:
             samples: of past generations; an array has the three ratios of each in a row.
             weights: how much each says of the next one, 1 for one that is exchangeable with it; the
                 default is 1 for all.
+            first: what the quantiles of TTFT by itself are taken from, where more is known of it.
         """
         if weights is None:
             weights = np.ones(len(samples))
@@ -49,6 +56,7 @@ class Errors:
         else:
             decoded = list(range(len(samples)))
             rows = np.array([(sample[0], 1.0, sample[2]) for sample in samples])
+        self._first = first
         self._ttft: FloatArray = ttft
         self._decoded: FloatArray = rows
         self._weights = (weights, weights[decoded])
@@ -72,7 +80,7 @@ class Errors:
         if (found := self._quantiles.get(q)) is None:
             decoded, (weights, decoded_weights) = self._decoded, self._weights
             found = (
-                quantile(self._ttft, weights, q),
+                quantile(self._ttft, weights, q) if self._first is None else self._first.ttft(q),
                 quantile(decoded[:, 1], decoded_weights, q),
                 quantile(decoded[:, 2], decoded_weights, q),
             )

@@ -45,8 +45,8 @@ class Drafted:
     """Probability that a drafted token is accepted, given that those before it are."""
     share: float
     """Of the longest draft, that an average pass got to verify."""
-    ratios: tuple[float, float, float]
-    """Measured divided by predicted, given the two numbers above: TTFT, TPOT, E2E."""
+    ratio: float
+    """TPOT measured divided by predicted, given the two numbers above."""
 
 
 class Outcomes(NamedTuple):
@@ -57,7 +57,7 @@ class Outcomes(NamedTuple):
     weights: FloatArray
     """1 for an answer to an equal prompt."""
     ratios: FloatArray
-    """[answers seen, 3]; those assumed have none."""
+    """Of the answers seen; those assumed have none."""
 
 
 class Drafting:
@@ -113,7 +113,7 @@ class Drafting:
             ]
             self._arrays[name] = (
                 np.array(facts, dtype=np.float64).reshape(-1, 3),
-                np.array([each.ratios for each in seen], dtype=np.float64).reshape(-1, 3),
+                np.array([each.ratio for each in seen], dtype=np.float64),
             )
         return self._arrays[name]
 

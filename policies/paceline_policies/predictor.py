@@ -28,7 +28,7 @@ from paceline_engine.snapshot import Snapshot
 from paceline_engine.timeline import StepTime, Timeline
 from paceline_policies.conformal import Errors, Sample, assumed_samples, log_spread
 from paceline_policies.decision import Prediction
-from paceline_policies.drafting import Drafted, Drafting, acceptance_of, expected_tokens
+from paceline_policies.drafting import Drafted, Drafting, FloatArray, acceptance_of, expected_tokens
 from paceline_policies.drift import Drift, Pause
 from paceline_policies.forecast import Budgets, Forecast, Work
 from paceline_policies.profile import Profile, VariantProfile
@@ -47,6 +47,7 @@ _ASSUMED_SPREAD = 0.7
 _DRAFTS_TO_FIT = 16
 _REFIT_AT = (3, 6, 12, 24, 48, 96)
 _WIDEST_RATIO = 50.0
+_TTFT_RANKS = (0.05, 0.3, 0.5, 0.7, 0.9)
 
 ASSUMED_STEP = StepModel(fixed_s=0.02, chunk_s=0.2, small_s=1e-3, large_s=1e-3, decode_s=0.02)
 """The guess for a variant that was never measured."""
@@ -174,15 +175,12 @@ class Predictor:
         found = self._drafting.outcomes(mode, snapshot.repetition)
         share = found.drafts_per_pass / mode.speculation.max_draft_tokens
         tpot = (each + (longest - each) * share) / found.tokens_per_pass
-        durations = np.column_stack([np.full(len(tpot), ttft), tpot, ttft + tpot * after])
-        seen = len(found.ratios)
-        durations[:seen] *= found.ratios
-        # What is assumed of drafts says nothing of the machine: there the variant's own errors stand in.
-        assumed = np.arange(1, len(tpot) - seen + 1) / (len(tpot) - seen + 1)
-        durations[seen:, 0] *= [plain.ttft(q) for q in assumed]
+        tpot[: len(found.ratios)] *= found.ratios
+        first = ttft * _spread_ttft(plain, tpot, found.weights)
+        durations = np.column_stack([first, tpot, first + tpot * after])
         middle = Errors(durations, found.weights)
         base = (ttft, middle.tpot(0.5), middle.e2e(0.5))
-        errors = Errors(durations / base, found.weights)
+        errors = Errors(durations / base, found.weights, first=plain)
         return Forecast(ttft_ms=base[0], tpot_ms=base[1], e2e_ms=base[2], errors=errors, kind=work.kind)
 
     def observe(
@@ -335,30 +333,17 @@ class Predictor:
     def _observe_drafted(
         self, mode: Mode, snapshot: Snapshot, timeline: Timeline, measured: _Measured
     ) -> None:
-        """Keep what became of an answer's drafts, with the errors of a prediction that had known it."""
+        """Keep what became of an answer's drafts, with the error of a prediction that had known it."""
         assert mode.speculation is not None
         found = acceptance_of(mode, timeline)
         if found is None or measured.tpot_ms is None:
             return
         rate, share = found
-        ttft_ms = self._ttft_s(mode, snapshot, Work(max_tokens=timeline.n_tokens)) * 1e3
         each, longest = self._passes_s(mode, snapshot, Work(max_tokens=timeline.n_tokens))
         tokens = float(expected_tokens(np.array(rate), mode.speculation.max_draft_tokens))
-        tpot_ms = (each + (longest - each) * share) * 1e3 / tokens
-        e2e_ms = ttft_ms + tpot_ms * (timeline.n_tokens - 1)
-        self._drafting.add(
-            mode,
-            Drafted(
-                repetition=snapshot.repetition,
-                rate=rate,
-                share=share,
-                ratios=(
-                    _ratio(measured.ttft_ms, ttft_ms),
-                    _ratio(measured.tpot_ms, tpot_ms),
-                    _ratio(measured.e2e_ms, e2e_ms),
-                ),
-            ),
-        )
+        ratio = _ratio(measured.tpot_ms, (each + (longest - each) * share) * 1e3 / tokens)
+        drafted = Drafted(repetition=snapshot.repetition, rate=rate, share=share, ratio=ratio)
+        self._drafting.add(mode, drafted)
 
     def _observe_steps(self, steps: Sequence[StepTime]) -> None:
         drafting = [step for step in steps if step.drafting]
@@ -453,6 +438,17 @@ def _measured(mode: Mode, timeline: Timeline) -> _Measured | None:
         e2e = (timeline.tokens[-1].made_at_s - timeline.submitted_at_s) * 1e3
     measured = _Measured(ttft, timeline.tpot_ms(), e2e)
     return measured if all(each is None or math.isfinite(each) for each in measured) else None
+
+
+def _spread_ttft(plain: Errors, tpot: FloatArray, weights: FloatArray) -> FloatArray:
+    """Ratios of TTFT for each outcome of the drafts, which do not touch it: the variant's own errors.
+
+    They stand in the order of the TPOTs, since what slows one phase of a machine slows the others.
+    """
+    order = np.argsort(tpot)
+    ranks = np.empty(len(tpot))
+    ranks[order] = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+    return np.interp(ranks, _TTFT_RANKS, [plain.ttft(q) for q in _TTFT_RANKS])
 
 
 def _kind(step: StepTime) -> str:

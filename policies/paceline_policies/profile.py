@@ -15,7 +15,7 @@ from paceline_policies.drafting import Drafted
 from paceline_policies.quality import Quality
 from paceline_policies.step_model import StepModel
 
-FORMAT = 2
+FORMAT = 3
 """Rises when what a saved profile means changes; others are refused."""
 
 _STEP_FIELDS = ("fixed_s", "chunk_s", "small_s", "large_s", "decode_s", "kv_s", "pair_s", "knee", "error")
@@ -87,7 +87,7 @@ class Profile:
             "overhead_s": self.overhead_s,
             "gap_s": self.gap_s,
             "drafted": {
-                name: [[each.repetition, each.rate, each.share, *each.ratios] for each in found]
+                name: [[each.repetition, each.rate, each.share, each.ratio] for each in found]
                 for name, found in self.drafted.items()
             },
             "read_bytes_per_s": {str(name): value for name, value in self.read_bytes_per_s.items()},
@@ -165,12 +165,12 @@ def _samples(data: Sequence[Any]) -> tuple[Sample, ...]:
 
 
 def _drafted(row: Sequence[Any]) -> Drafted:
-    repetition, rate, share, ttft, tpot, e2e = row
+    repetition, rate, share, ratio = row
     return Drafted(
         repetition=None if repetition is None else _number(repetition),
         rate=min(1.0, _number(rate)),
         share=min(1.0, _number(share)),
-        ratios=(_positive(ttft), _positive(tpot), _positive(e2e)),
+        ratio=_positive(ratio),
     )
 
 

@@ -234,3 +234,13 @@ def test_what_is_told_covers_what_comes(calibrated: Predictor, snapshot: Callabl
         predictor.observe(mode, look, None, line)
     assert 0.40 < below["p50"] / 200 < 0.65
     assert 0.85 < below["p90"] / 200 < 0.98
+
+
+def test_drafts_do_not_touch_the_first_token(
+    calibrated: Predictor, snapshot: Callable[..., Snapshot]
+) -> None:
+    """TTFT is predicted as without drafts, also where next to nothing is known of them."""
+    mode = Mode(variant=Variant.BF16, speculation=NGRAM)
+    look = replace(snapshot(64), repetition=0.3)
+    plain = calibrated.predict(replace(mode, speculation=None), look, max_tokens=30)
+    assert calibrated.predict(mode, look, max_tokens=30).ttft == plain.ttft

@@ -32,7 +32,7 @@ def answer(*chunks: int, drafted: int = 0) -> Timeline:
 
 
 def outcome(rate: float, *, share: float = 0.5, repetition: float | None = None) -> Drafted:
-    return Drafted(repetition=repetition, rate=rate, share=share, ratios=(1.0, 1.0, 1.0))
+    return Drafted(repetition=repetition, rate=rate, share=share, ratio=1.0)
 
 
 @pytest.mark.parametrize("per_pass", [1, 2, 3, 5])
