@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from paceline_engine.core.generation import Choice, Generation
@@ -11,6 +11,7 @@ from paceline_engine.schedule.base import SequenceKey
 from paceline_engine.schedule.scheduler import Pass, Work
 from paceline_engine.schedule.sequence import SequenceState
 from paceline_engine.speculate.base import DraftRequest, Proposal
+from paceline_engine.speculate.length import Pace
 from paceline_engine.speculate.speculator import Drafts, Planned, Speculator
 from paceline_engine.speculate.stream import DraftStream
 from paceline_engine.timeline import StepTime
@@ -44,7 +45,8 @@ def draft_step(passes: tuple[Pass, ...], requests: Requests, speculator: Specula
     found = [(part, choice) for part in work if (choice := _choice(part, requests)) is not None]
     if not found:
         return DraftedStep(passes=passes)
-    asked = [_request(part, choice, speculator.new_stream) for part, choice in found]
+    paces = _paces(passes)
+    asked = [_request(part, choice, speculator.new_stream, paces) for part, choice in found]
     planned = [
         Planned(variant=one.variant, n_tokens=sum(len(part.token_ids) for part in one.work)) for one in passes
     ]
@@ -75,7 +77,27 @@ def _choice(work: Work, requests: Requests) -> Choice | None:
     return choice
 
 
-def _request(work: Work, choice: Choice, new_stream: Callable[[], DraftStream]) -> DraftRequest:
+def _paces(passes: Iterable[Pass]) -> dict[SequenceKey, Pace]:
+    """Of every running stream in the step that has a target."""
+    found: dict[SequenceKey, Pace] = {}
+    for part in (part for one in passes for part in one.work if part.decodes):
+        sequence, target_s = part.sequence, part.sequence.plan.tpot_target_s
+        if target_s is not None:
+            n_steps = max(1, sequence.n_output - sequence.accepted_tokens)
+            found[sequence.key] = Pace(
+                target_s=target_s,
+                tokens_per_step=sequence.n_output / n_steps,
+                drafts=part.max_drafts > 0,
+            )
+    return found
+
+
+def _request(
+    work: Work,
+    choice: Choice,
+    new_stream: Callable[[], DraftStream],
+    paces: Mapping[SequenceKey, Pace],
+) -> DraftRequest:
     sequence = work.sequence
     speculation = sequence.plan.mode.speculation
     assert speculation is not None
@@ -91,6 +113,7 @@ def _request(work: Work, choice: Choice, new_stream: Callable[[], DraftStream]) 
         block_table=work.block_table,
         most=work.max_drafts,
         wanted=lambda: not sequence.removed,
+        others=tuple(pace for key, pace in paces.items() if key != sequence.key),
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline_engine.mode import Drafter as DrafterKind
 from paceline_engine.mode import Speculation, Variant
+from paceline_engine.speculate.length import Pace
 
 if TYPE_CHECKING:
     from paceline_engine.sampling.rules import DrawRule
@@ -62,6 +63,8 @@ class DraftRequest:
     """Most draft tokens; at least 1."""
     wanted: Callable[[], bool]
     """False once the stream has been aborted."""
+    others: tuple[Pace, ...] = ()
+    """Of the other streams in the step that have a target."""
 
 
 class Drafter(Protocol):

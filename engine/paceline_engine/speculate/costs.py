@@ -60,6 +60,10 @@ class PassCosts:
             seconds = min(seconds, 3 * line.at(step.decode_tokens))
         line.add(step.decode_tokens, seconds)
 
+    def knows(self, variant: Variant) -> bool:
+        """Whether predictions for a variant's own passes are seconds of this machine."""
+        return PassKind(variant=variant) in self._lines
+
     def predict(self, kind: PassKind, n_tokens: int, *, target: Variant) -> float:
         """Seconds of a pass; from ``target``'s where none of the kind has run, in passes where none has."""
         if (line := self._lines.get(kind)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -98,7 +99,8 @@ class Speculator:
             self._costs.predict(PassKind(variant=part.variant), part.n_tokens, target=target)
             for part in planned
         )
-        return Outlook(tokens=n_decoding, seconds=seconds)
+        known = all(self._costs.knows(part.variant) for part in planned)
+        return Outlook(tokens=n_decoding, seconds=seconds, plain_s=seconds if known else math.inf)
 
     def _choose(self, request: DraftRequest, ngram: Proposal, outlook: Outlook) -> tuple[Proposal, bool]:
         """The n-gram proposal, as far as it pays, and whether to draft with the model instead."""
@@ -113,14 +115,17 @@ class Speculator:
             return ngram, can_self and not trusted
         estimate = request.stream.acceptance.estimate
         verify_s = self._verify_s(request.target)
-        best, count = outlook.after(map(estimate, ngram.evidence), verify_s)
+        limit_s = outlook.limit_s(request.others)
+        best, count = outlook.after(map(estimate, ngram.evidence), verify_s, limit_s=limit_s)
         cut = Proposal(token_ids=ngram.token_ids[:count], evidence=ngram.evidence[:count])
-        if not can_self:
-            return cut, False
-        with_self, n_self = outlook.after(
-            [estimate(ANY)] * request.most, verify_s + self._draft_s(request, 1)
-        )
-        return cut, n_self > 0 and with_self.rate > best.rate
+        if can_self:
+            with_self, n_self = outlook.after(
+                [estimate(ANY)] * request.most, verify_s + self._draft_s(request, 1), limit_s=limit_s
+            )
+            if n_self > 0 and with_self.rate > best.rate:
+                return cut, True
+        outlook.tokens, outlook.seconds = best.tokens, best.seconds
+        return cut, False
 
     def _run_chains(
         self, chains: Sequence[Chain], outlook: Outlook
@@ -154,7 +159,12 @@ class Speculator:
             return active
         verify_s = self._verify_s(active[0].request.target)
         gains = {id(chain): chain.reached * chain.request.stream.acceptance.estimate(ANY) for chain in active}
-        active = [chain for chain in active if outlook.pays(gains[id(chain)], verify_s)]
+        soonest_s = outlook.seconds + self._draft_s(active[0].request, len(active)) + verify_s * len(active)
+        active = [
+            chain
+            for chain in active
+            if outlook.pays(gains[id(chain)], verify_s) and soonest_s <= outlook.limit_s(chain.request.others)
+        ]
         if not active:
             return []
         seconds = self._draft_s(active[0].request, len(active)) + len(active) * verify_s
