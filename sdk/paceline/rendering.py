@@ -36,12 +36,23 @@ def decision_text(decision: Decision) -> str:
 
 
 def _headline(report: Report) -> str:
-    missed = [verdict for verdict in report.verdicts if not verdict.met]
-    if missed:
+    n_calls = len(report.generations)
+    refused = [each.decision.action == "reject" for each in report.generations]
+    failed = [each.error is not None for each in report.generations]
+    n_refused = sum(refused)
+    n_failed = sum(one and not other for one, other in zip(failed, refused, strict=True))
+    outcomes: list[str] = []
+    if missed := [verdict for verdict in report.verdicts if not verdict.met]:
         found = ", ".join(f"{each.budget} by {_ms(each.over_ms)} ({each.blame})" for each in missed)
-        outcome = f"MISSED {found}"
-    else:
-        outcome = "met every budget" if report.verdicts else "no budget was measured"
+        outcomes.append(f"MISSED {found}")
+    # A turn that did not do all it was asked is no success, however fast.
+    outcomes += [
+        f"{word} {count} of {n_calls} calls"
+        for word, count in (("REFUSED", n_refused), ("FAILED", n_failed))
+        if count > 0
+    ]
+    met = "met every budget" if report.verdicts else "no budget was measured"
+    outcome = ", ".join(outcomes) or met
     trace = f"  [trace {report.trace_id}]" if report.trace_id else ""
     return _fit(f"turn '{report.name}': {outcome}", 0) + trace
 

@@ -212,3 +212,16 @@ def test_a_turn_that_is_open_has_a_report_so_far():
             assert len(turn.report.generations) == 1
 
     run("a b", body)
+
+
+def test_a_refused_call_is_no_success() -> None:
+    """The headline tells of calls that were refused, not of budgets that nothing was measured against."""
+
+    async def refused(turn, clock):
+        await turn.generate("hi", max_tokens=2)
+        with pytest.raises(paceline.InfeasibleError):
+            await turn.generate("hi", max_tokens=8, slo=paceline.SLO(ttft_ms=1, on_infeasible="reject"))
+
+    headline = str(run("yes", refused, slo=paceline.SLO(e2e_ms=60_000))).splitlines()[0]
+    assert "REFUSED 1 of 2 calls" in headline
+    assert "met every budget" not in headline
