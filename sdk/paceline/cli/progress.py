@@ -58,10 +58,11 @@ class StageTimes:
 
     def __str__(self) -> str:
         total = f"{sum(self._seconds.values()):.1f} s"
-        parts = [f"{STAGES.get(stage, stage)} {taken:.1f} s" for stage, taken in self._seconds.items()]
-        once = [STAGES[stage] for stage in self._seconds if stage in ONCE]
-        kept = f"; {' and '.join(once)} only this once" if once else ""
-        return f"{total} ({', '.join(parts)}{kept})" if len(parts) > 1 else total
+        parts = {stage: f"{STAGES.get(stage, stage)} {taken:.1f} s" for stage, taken in self._seconds.items()}
+        always = ", ".join(part for stage, part in parts.items() if stage not in ONCE)
+        once = ", ".join(part for stage, part in parts.items() if stage in ONCE)
+        told = "; ".join(filter(None, (always, f"only this once: {once}" if once else "")))
+        return f"{total} ({told})" if len(parts) > 1 else total
 
 
 @contextmanager

@@ -30,8 +30,7 @@ def test_stages_share_the_time_among_them() -> None:
     assert times.to_dict() == pytest.approx({"total": 21, "load": 5, "convert": 8, "calibrate": 8})
     assert len(seen) == 7
     assert str(times) == (
-        "21.0 s (loading the model 5.0 s, converting weights 8.0 s, calibrating 8.0 s; "
-        "converting weights and calibrating only this once)"
+        "21.0 s (loading the model 5.0 s; only this once: converting weights 8.0 s, calibrating 8.0 s)"
     )
 
 
