@@ -38,3 +38,10 @@ class Snapshot:
     """KV blocks that pins keep from eviction."""
     block_size: int | None = None
     """Tokens per KV block."""
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """What the KV cache holds; None where the backend does not tell."""
+        if self.total_blocks is None or self.block_size is None:
+            return None
+        return self.total_blocks * self.block_size

@@ -12,15 +12,15 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline_engine.mode import Drafter, Mode
 from paceline_engine.timeline import Timeline
+from paceline_policies.conformal import FloatArray
 
-FloatArray = NDArray[np.float64]
+Rate = TypeVar("Rate", float, FloatArray)
 
 KEPT = 96
 """Answers kept for each drafter."""
@@ -140,7 +140,7 @@ class TypicalDrafting:
             return 1.0
         prior = 0.5 if mode.speculation.drafter is Drafter.SELF else 0.2
         rate = self.rates.get(drafter_name(mode), prior)
-        return float(expected_tokens(np.array(rate), mode.speculation.max_draft_tokens))
+        return expected_tokens(rate, mode.speculation.max_draft_tokens)
 
     def drafts_per_pass(self, mode: Mode) -> float:
         """Expected draft tokens that a pass verifies."""
@@ -170,12 +170,13 @@ def acceptance_of(mode: Mode, timeline: Timeline) -> tuple[float, float] | None:
     return rate, share
 
 
-def expected_tokens(rates: FloatArray, drafts: int) -> FloatArray:
+def expected_tokens(rate: Rate, drafts: int) -> Rate:
     """Tokens of one pass: (1 - a^(k+1)) / (1 - a) for k drafts, each accepted with probability a.
 
-    Leviathan, Kalman and Matias, Fast Inference from Transformers via Speculative Decoding, 2023; written
-    as the sum 1 + a + ... + a^k.
+    Leviathan, Kalman and Matias, Fast Inference from Transformers via Speculative Decoding, 2023; summed as
+    1 + a (1 + a (1 + ...)), which holds for a = 1 too.
     """
-    powers: FloatArray = np.power.outer(rates, np.arange(drafts + 1))
-    total: FloatArray = powers.sum(axis=-1)
-    return total
+    tokens = rate * 0 + 1
+    for _ in range(drafts):
+        tokens = 1 + rate * tokens
+    return tokens

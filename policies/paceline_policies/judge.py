@@ -133,10 +133,9 @@ def _misfit(state: BackendState, work: Work) -> str | None:
     needed += sum(work.option_tokens) if work.kind == "choose" else work.max_tokens
     if work.kind == "chat" and needed > state.info.context_tokens:
         return f"needs {needed} tokens of context, the model has {state.info.context_tokens}"
-    if snapshot.total_blocks is not None and snapshot.block_size is not None:
-        capacity = snapshot.total_blocks * snapshot.block_size
-        if needed > capacity:
-            return f"needs {needed} tokens of KV cache, the backend has {capacity}"
+    capacity = snapshot.capacity_tokens
+    if capacity is not None and needed > capacity:
+        return f"needs {needed} tokens of KV cache, the backend has {capacity}"
     return None
 
 

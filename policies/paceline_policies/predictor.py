@@ -26,9 +26,9 @@ import numpy as np
 from paceline_engine.mode import Mode, Variant
 from paceline_engine.snapshot import Snapshot
 from paceline_engine.timeline import StepTime, Timeline
-from paceline_policies.conformal import Errors, Sample, assumed_samples, log_spread
+from paceline_policies.conformal import Errors, FloatArray, Sample, assumed_samples, log_spread, quantile
 from paceline_policies.decision import Prediction
-from paceline_policies.drafting import Drafted, Drafting, FloatArray, acceptance_of, expected_tokens
+from paceline_policies.drafting import Drafted, Drafting, Rate, acceptance_of, expected_tokens
 from paceline_policies.drift import Drift, Pause
 from paceline_policies.forecast import Budgets, Forecast, Work
 from paceline_policies.profile import Profile, VariantProfile
@@ -57,6 +57,19 @@ class _Measured(NamedTuple):
     ttft_ms: float
     tpot_ms: float | None
     e2e_ms: float
+
+
+class _Passes(NamedTuple):
+    """Seconds from one pass of ours to the next."""
+
+    plain_s: float
+    """Without drafts."""
+    longest_s: float
+    """With the longest draft."""
+
+    def tpot_s(self, share: Rate, tokens: Rate) -> Rate:
+        """Of passes that verify so much of the longest draft and bring so many tokens."""
+        return (self.plain_s + (self.longest_s - self.plain_s) * share) / tokens
 
 
 class _State:
@@ -167,21 +180,22 @@ class Predictor:
         plain = self._errors_of(mode.variant)
         if work.kind == "choose" or work.max_tokens <= 1:
             return Forecast(ttft_ms=ttft, tpot_ms=None, e2e_ms=ttft, errors=plain, kind=work.kind)
-        each, longest = (seconds * 1e3 for seconds in self._passes_s(mode, snapshot, work))
+        passes = self._passes(mode, snapshot, work)
         after = work.max_tokens - 1
         if mode.speculation is None:
-            e2e = ttft + each * after
-            return Forecast(ttft_ms=ttft, tpot_ms=each, e2e_ms=e2e, errors=plain, kind=work.kind)
+            each = passes.plain_s * 1e3
+            return Forecast(
+                ttft_ms=ttft, tpot_ms=each, e2e_ms=ttft + each * after, errors=plain, kind=work.kind
+            )
         found = self._drafting.outcomes(mode, snapshot.repetition)
         share = found.drafts_per_pass / mode.speculation.max_draft_tokens
-        tpot = (each + (longest - each) * share) / found.tokens_per_pass
+        tpot = passes.tpot_s(share, found.tokens_per_pass) * 1e3
         tpot[: len(found.ratios)] *= found.ratios
         first = ttft * _spread_ttft(plain, tpot, found.weights)
         durations = np.column_stack([first, tpot, first + tpot * after])
-        middle = Errors(durations, found.weights)
-        base = (ttft, middle.tpot(0.5), middle.e2e(0.5))
-        errors = Errors(durations / base, found.weights, first=plain)
-        return Forecast(ttft_ms=base[0], tpot_ms=base[1], e2e_ms=base[2], errors=errors, kind=work.kind)
+        tpot_ms, e2e_ms = (quantile(durations[:, column], found.weights, 0.5) for column in (1, 2))
+        errors = Errors(durations / (ttft, tpot_ms, e2e_ms), found.weights, first=plain)
+        return Forecast(ttft_ms=ttft, tpot_ms=tpot_ms, e2e_ms=e2e_ms, errors=errors, kind=work.kind)
 
     def observe(
         self, mode: Mode, snapshot: Snapshot, prediction: Prediction | None, timeline: Timeline
@@ -253,8 +267,7 @@ class Predictor:
         pairs = tokens * (mean + 1) / 2 + load.passes * beside.context_tokens
         return replace(load, attended_pairs=pairs)
 
-    def _passes_s(self, mode: Mode, snapshot: Snapshot, work: Work) -> tuple[float, float]:
-        """Seconds from one pass of ours to the next: of one without drafts, and of the longest draft."""
+    def _passes(self, mode: Mode, snapshot: Snapshot, work: Work) -> _Passes:
         state = self._state(mode.variant)
         beside, other_s = self._beside(mode, snapshot, waiting=snapshot.waiting)
         context = snapshot.prompt_tokens + work.max_tokens / 2
@@ -269,14 +282,14 @@ class Predictor:
         pause_s = other_s + self._gap.seconds
         plain = pass_s(1) * state.decode.scale
         if (spec := mode.speculation) is None:
-            return plain + pause_s, plain + pause_s
+            return _Passes(plain + pause_s, plain + pause_s)
         longest = max(plain, pass_s(1 + spec.max_draft_tokens) * state.verify.scale)
         if spec.draft_variant is not None:
             draft = decode_load(
                 context_tokens=context, sequences=work.choices, tokens_each=1, beside=Beside()
             )
             longest += spec.max_draft_tokens * self._draft_s(spec.draft_variant, draft)
-        return plain + pause_s, longest + pause_s
+        return _Passes(plain + pause_s, longest + pause_s)
 
     def _draft_s(self, variant: Variant, load: StepLoad) -> float:
         """One pass that only drafts; until one was measured, a full pass bounds it from above."""
@@ -339,9 +352,9 @@ class Predictor:
         if found is None or measured.tpot_ms is None:
             return
         rate, share = found
-        each, longest = self._passes_s(mode, snapshot, Work(max_tokens=timeline.n_tokens))
-        tokens = float(expected_tokens(np.array(rate), mode.speculation.max_draft_tokens))
-        ratio = _ratio(measured.tpot_ms, (each + (longest - each) * share) * 1e3 / tokens)
+        passes = self._passes(mode, snapshot, Work(max_tokens=timeline.n_tokens))
+        tokens = expected_tokens(rate, mode.speculation.max_draft_tokens)
+        ratio = _ratio(measured.tpot_ms, passes.tpot_s(share, tokens) * 1e3)
         drafted = Drafted(repetition=snapshot.repetition, rate=rate, share=share, ratio=ratio)
         self._drafting.add(mode, drafted)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from typing import Literal
@@ -90,14 +91,14 @@ async def calibrate(served: Served, *, quick: bool = False, on_progress: OnProgr
         )
         runs.extend((probe, line) for line in lines)
 
-    def on_quality(share: float) -> None:
-        done = PROBES_SHARE + QUALITY_SHARE * share
-        on_progress(Progress(stage="calibrate", done=done, message="measuring quality"))
+    def part(before: float, whole: float, message: str) -> Callable[[float], None]:
+        def on_share(share: float) -> None:
+            on_progress(Progress(stage="calibrate", done=before + whole * share, message=message))
 
-    def on_drafts(share: float) -> None:
-        done = PROBES_SHARE + QUALITY_SHARE + DRAFTS_SHARE * share
-        on_progress(Progress(stage="calibrate", done=done, message="measuring drafts"))
+        return on_share
 
+    on_quality = part(PROBES_SHARE, QUALITY_SHARE, "measuring quality")
+    on_drafts = part(PROBES_SHARE + QUALITY_SHARE, DRAFTS_SHARE, "measuring drafts")
     qualities = await measure_quality(served, await held_texts(served, quick=quick), on_share=on_quality)
     profile = fit_profile(served.info, runs, version=version(), qualities=qualities)
     profile = await calibrate_drafts(served, profile, on_share=on_drafts)

@@ -127,16 +127,9 @@ def default_max_tokens(ttft_ms: float | None, tpot_ms: float | None, e2e_ms: flo
 
 def _room(served: Served, prompt: Prompt, snapshot: Snapshot) -> int:
     """Most tokens that fit behind a prompt."""
-    capacity = _capacity_tokens(snapshot)
+    capacity = snapshot.capacity_tokens
     most = served.info.context_tokens
     return (most if capacity is None else min(most, capacity + 1)) - prompt.n_tokens
-
-
-def _capacity_tokens(snapshot: Snapshot | None) -> int | None:
-    """What the KV cache holds, where the backend tells."""
-    if snapshot is None or snapshot.total_blocks is None or snapshot.block_size is None:
-        return None
-    return snapshot.total_blocks * snapshot.block_size
 
 
 def _least_tokens(desk: Desk, wanted: Wanted) -> int:
@@ -165,7 +158,7 @@ async def _look(desk: Desk, wanted: Wanted) -> dict[str, tuple[Prompt, Snapshot]
             n_more=_least_tokens(desk, wanted),
             more="max_tokens" if wanted.kind == "chat" else "the longest option",
             context_tokens=served.info.context_tokens,
-            capacity_tokens=_capacity_tokens(snapshot),
+            capacity_tokens=None if snapshot is None else snapshot.capacity_tokens,
         )
 
     if len(desk.served) == 1:

@@ -37,10 +37,8 @@ def decision_text(decision: Decision) -> str:
 
 def _headline(report: Report) -> str:
     n_calls = len(report.generations)
-    refused = [each.decision.action == "reject" for each in report.generations]
-    failed = [each.error is not None for each in report.generations]
-    n_refused = sum(refused)
-    n_failed = sum(one and not other for one, other in zip(failed, refused, strict=True))
+    others = [each for each in report.generations if each.decision.action != "reject"]
+    n_refused, n_failed = n_calls - len(others), sum(each.error is not None for each in others)
     outcomes: list[str] = []
     if missed := [verdict for verdict in report.verdicts if not verdict.met]:
         found = ", ".join(f"{each.budget} by {_ms(each.over_ms)} ({each.blame})" for each in missed)

@@ -74,13 +74,14 @@ def _stretch(
         )
         logits = runner.forward([part], variant)
         if sums is not None:
+            is_reference = expected is None
             if expected is None:
                 found = logits.log_softmax(-1)
                 expected = found, found.argmax(-1)
             targets = torch.tensor(ids[1:], device=logits.device)
             for start in range(0, len(targets), _COMPARED_ROWS):
                 rows = slice(start, start + _COMPARED_ROWS)
-                found = logits[rows].log_softmax(-1)
+                found = expected[0][rows] if is_reference else logits[rows].log_softmax(-1)
                 sums[variant] += _compare(found, expected[0][rows], expected[1][rows], targets[rows]).cpu()
 
 

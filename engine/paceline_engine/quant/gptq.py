@@ -101,20 +101,12 @@ def gptq_int8(weight: Tensor, moment: Tensor) -> Int8Weight:
 
     The weight is floating-point and finite.
     """
-    inputs = _Inputs.of(moment)
-    codes = torch.empty(weight.shape, dtype=torch.int8)
-    scale = torch.empty(weight.shape[0])
-    for start in range(0, weight.shape[0], _ROWS):
-        rows = slice(start, start + _ROWS)
-        step = row_peak(weight[rows].float()) / 127.0
-        divisor = nonzero(step)
 
-        def to_grid(values: Tensor, _: int) -> tuple[Tensor, Tensor]:
-            rounded = (values / divisor).round_().clamp_(-127, 127)  # noqa: B023
-            return rounded, rounded * step  # noqa: B023
+    def to_grid(scaled: Tensor) -> tuple[Tensor, Tensor]:
+        rounded = scaled.round_().clamp_(-127, 127)
+        return rounded, rounded
 
-        codes[rows] = _round_rows(weight[rows], inputs, to_grid, torch.int8)
-        scale[rows] = step
+    codes, scale = _round_by_row(weight, moment, to_grid, peak=127.0, dtype=torch.int8)
     return Int8Weight(codes=codes, scale=scale)
 
 
@@ -123,21 +115,43 @@ def gptq_fp8(weight: Tensor, moment: Tensor) -> Fp8Weight:
 
     The weight is floating-point and finite.
     """
+
+    def to_grid(scaled: Tensor) -> tuple[Tensor, Tensor]:
+        rounded = scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        return rounded.view(torch.uint8), rounded.float()
+
+    codes, scale = _round_by_row(weight, moment, to_grid, peak=FP8_MAX, dtype=torch.uint8)
+    return Fp8Weight(codes=codes.view(torch.float8_e4m3fn), scale=scale)
+
+
+def _round_by_row(
+    weight: Tensor,
+    moment: Tensor,
+    to_grid: Callable[[Tensor], tuple[Tensor, Tensor]],
+    *,
+    peak: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(codes [N, K], scale [N]) of a weight whose largest value in each row becomes ``peak``.
+
+    Args:
+        to_grid: the codes of scaled values, and what these stand for.
+    """
     inputs = _Inputs.of(moment)
-    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    codes = torch.empty(weight.shape, dtype=dtype)
     scale = torch.empty(weight.shape[0])
     for start in range(0, weight.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
-        step = row_peak(weight[rows].float()) / FP8_MAX
+        step = row_peak(weight[rows].float()) / peak
         divisor = nonzero(step)
 
-        def to_grid(values: Tensor, _: int) -> tuple[Tensor, Tensor]:
-            rounded = (values / divisor).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)  # noqa: B023
-            return rounded.view(torch.uint8), rounded.float().mul_(step)  # noqa: B023
+        def rounded(values: Tensor, _: int) -> tuple[Tensor, Tensor]:
+            found, meant = to_grid(values / divisor)  # noqa: B023
+            return found, meant * step  # noqa: B023
 
-        codes[rows] = _round_rows(weight[rows], inputs, to_grid, torch.uint8)
+        codes[rows] = _round_rows(weight[rows], inputs, rounded, dtype)
         scale[rows] = step
-    return Fp8Weight(codes=codes.view(torch.float8_e4m3fn), scale=scale)
+    return codes, scale
 
 
 def _round_rows(weight: Tensor, inputs: _Inputs, to_grid: _Round, dtype: torch.dtype) -> Tensor:

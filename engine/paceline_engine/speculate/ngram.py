@@ -101,6 +101,6 @@ def repetition(token_ids: Sequence[int]) -> float:
     pairs = tokens[:-2] * (1 << 32) + tokens[1:-1]
     follower = tokens[2:]
     order = np.argsort(pairs, kind="stable")
-    again = order[1:][pairs[order[1:]] == pairs[order[:-1]]]
-    before = order[:-1][pairs[order[1:]] == pairs[order[:-1]]]
+    same = pairs[order[1:]] == pairs[order[:-1]]
+    again, before = order[1:][same], order[:-1][same]
     return float(np.count_nonzero(follower[again] == follower[before])) / len(follower)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig
 from paceline_engine.backends.embedded.messages import Pin, RenewPolicy, Unpin, check_portable, portable
-from paceline_engine.backends.embedded.session import Session
+from paceline_engine.backends.embedded.session import Call, Item, Session
 from paceline_engine.backends.embedded.stream import (
     EmbeddedStream,
     Opened,
@@ -116,8 +116,8 @@ class EmbeddedBackend:
         """The state now; answered beside a running step."""
         session = await self._ready()
         call = session.snapshot(prompt.token_ids, salt=salt, adapter=adapter)
-        # Told here, where it costs the worker no time; it asks nothing of the engine.
-        # Here, since NumPy would take a tenth of a second of the way to the worker's start.
+        # Told here, where it costs the worker no time; imported here, since NumPy would take a tenth of a
+        # second of the way to the worker's start.
         from paceline_engine.speculate.ngram import repetition
 
         repeats = repetition(prompt.token_ids) if self._config.offered_speculations else None
@@ -130,9 +130,7 @@ class EmbeddedBackend:
                 )
         finally:
             session.release(call)
-        item = call.inbox.items.popleft()
-        if isinstance(item, PacelineError):
-            raise copy.copy(item)
+        item = _answer(call)
         assert isinstance(item, Snapshot)
         return dataclasses.replace(item, repetition=repeats)
 
@@ -169,9 +167,7 @@ class EmbeddedBackend:
             await call.inbox.wait(None)
         finally:
             session.abandon(call)
-        item = call.inbox.items.popleft()
-        if isinstance(item, PacelineError):
-            raise copy.copy(item)
+        item = _answer(call)
         assert isinstance(item, Mapping)
         return item
 
@@ -328,6 +324,14 @@ async def _join(future: concurrent.futures.Future[Any], timeout_s: float | None)
         await asyncio.wait({here}, timeout=timeout_s)
     finally:
         here.cancel()
+
+
+def _answer(call: Call) -> Item:
+    """What came for a call that waited; an error is raised."""
+    item = call.inbox.items.popleft()
+    if isinstance(item, PacelineError):
+        raise copy.copy(item)
+    return item
 
 
 def _result(future: concurrent.futures.Future[T]) -> T:

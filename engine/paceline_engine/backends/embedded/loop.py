@@ -175,10 +175,8 @@ class EngineLoop:
         match command:
             case Submit(request=GenerationRequest(grammar=grammar)) if grammar is not None:
                 self._submit_apart(command)
-            case Submit():
+            case Submit() | Compare():
                 self._submit(command)
-            case Compare(request=request):
-                self._compare(request)
             case Abort(request_id=request_id):
                 self._abort(request_id)
             case ChangeVariant():
@@ -233,23 +231,19 @@ class EngineLoop:
                 return
         self._engine.abort(request_id)
 
-    def _submit(self, command: Submit) -> None:
+    def _submit(self, command: Submit | Compare) -> None:
         request = command.request
         try:
             if self._died is not None:
                 raise EngineDiedError(f"the engine died before: {self._died}")
-            if isinstance(request, ScoreRequest):
-                self._engine.submit_score(request, command.plan, submitted_at_s=command.submitted_at_s)
+            if isinstance(command, Compare):
+                self._engine.submit_fidelity(command.request)
+            elif isinstance(command.request, ScoreRequest):
+                self._engine.submit_score(
+                    command.request, command.plan, submitted_at_s=command.submitted_at_s
+                )
             else:
-                self._engine.submit(request, command.plan, submitted_at_s=command.submitted_at_s)
-        except Exception as error:
-            self._fail(request.id, error)
-
-    def _compare(self, request: FidelityRequest) -> None:
-        try:
-            if self._died is not None:
-                raise EngineDiedError(f"the engine died before: {self._died}")
-            self._engine.submit_fidelity(request)
+                self._engine.submit(command.request, command.plan, submitted_at_s=command.submitted_at_s)
         except Exception as error:
             self._fail(request.id, error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -113,6 +114,11 @@ def instruction_sets() -> list[str]:
     flags = set(_cpuinfo("flags").split()) | set(_cpuinfo("Features").split())
     known = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni")
     return [name for name in (*known, "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm") if name in flags]
+
+
+def say(text: str) -> None:
+    """Tell how far a benchmark is, beside what it prints."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def memory_speed_gb_per_s(megabytes: int = 256) -> float:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.cli.bench.base import BenchOptions, BenchReport, Goal, memory_speed_gb_per_s, summary
+from paceline.cli.bench.base import BenchOptions, BenchReport, Goal, memory_speed_gb_per_s, say, summary
 from paceline.cli.progress import progress_bar
 from paceline.measured import run_measured
 from paceline_engine.backends.base import ModelInfo
@@ -110,7 +109,7 @@ async def measure_prefill(bench: ModesBench) -> None:
     """TTFT of prompts of which nothing is cached."""
     for n_tokens in NEW_TOKENS:
         found: dict[Variant, list[float]] = {variant: [] for variant in bench.info.variants}
-        for _ in range(bench.rounds if n_tokens < max(NEW_TOKENS) else min(2, bench.rounds)):
+        for _ in range(bench.rounds):
             for variant in bench.info.variants:
                 mode = Mode(variant=variant, prefix_cache=False)
                 found[variant].append(ttft_ms(await bench.run(bench.random_prompt(n_tokens), mode, 1)))
@@ -125,7 +124,7 @@ async def measure_prefix(bench: ModesBench) -> None:
         mode = Mode(variant=variant)
         cached: list[float] = []
         cold: list[float] = []
-        for _ in range(min(2, bench.rounds)):
+        for _ in range(bench.rounds):
             prefix = bench.random_prompt(PREFIX_TOKENS)
             cold.append(ttft_ms(await bench.run(prefix, mode, 1)))
             second = bench.random_prompt(bench.backend.config.block_size, after=prefix.token_ids)
@@ -186,7 +185,3 @@ def ttft_ms(line: Timeline) -> float:
     value = line.ttft_ms()
     assert value is not None, "a generation of a benchmark runs to its end"
     return value
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.bench.base import Goal, summary
+from paceline.cli.bench.base import Goal, say, summary
 from paceline.cli.bench.trajectories import load_turns, spread
 from paceline.measured import Measured, run_measured
 from paceline_engine.mode import Drafter, Mode, Variant
@@ -73,7 +73,7 @@ async def measure_drafts(bench: ModesBench, data: Path | None) -> None:
                     {"stream": number, "mode": mode.label}
                     | await difference(bench, prompt, before, mode, at=at)
                 )
-        _say(f"stream {number + 1} of {len(prompts)}")
+        say(f"stream {number + 1} of {len(prompts)}")
     for streams in found:
         bench.results[f"{streams.mode.label}_tpot_stream"] = streams.row()
     _lossless(bench, differences, n_compared)
@@ -142,9 +142,3 @@ def _speedups(bench: ModesBench, found: Sequence[_Streams]) -> None:
             best = [min(values) for values in zip(*(each.tpot_ms for each in group), strict=True)]
             ratios = [alone / drafted for alone, drafted in zip(plain.tpot_ms, best, strict=True)]
             bench.ratio_goal(name, ratios, "times plain bf16", least=least)
-
-
-def _say(text: str) -> None:
-    from paceline.cli.bench.modes import say
-
-    say(text)

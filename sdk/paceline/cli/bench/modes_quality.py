@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from paceline.calibrate_quality import HeldText, measure_quality
-from paceline.cli.bench.base import Goal
+from paceline.cli.bench.base import Goal, say
+from paceline.cli.bench.modes_drafts import n_common
 from paceline.cli.bench.trajectories import load_turns
 from paceline.policy import Served
 from paceline_engine.backends.base import Backend
@@ -29,10 +30,10 @@ async def measure_fidelity(bench: ModesBench, data: Path | None) -> None:
     n_windows = 1 if bench.quick else N_WINDOWS
     windows = await dialogue_windows(bench.backend, data, n=n_windows, size=WINDOW_TOKENS)
     if not windows:
-        _say(f"no conversation of {WINDOW_TOKENS} tokens: quality is left out")
+        say(f"no conversation of {WINDOW_TOKENS} tokens: quality is left out")
         return
     served = Served(backend=bench.backend, info=bench.info)
-    found = await measure_quality(served, windows, on_share=lambda share: _say(f"quality, {share:.0%}"))
+    found = await measure_quality(served, windows, on_share=lambda share: say(f"quality, {share:.0%}"))
     for variant, quality in found.items():
         bench.results[f"{variant}_quality"] = {
             "unit": "times bf16's perplexity",
@@ -64,7 +65,7 @@ async def dialogue_windows(backend: Backend, data: Path | None, *, n: int, size:
         # The last turn of a conversation has seen all the others.
         whole[turn.conversation] = (await backend.prepare(turn.messages)).token_ids
     first, *others = whole.values()
-    texts = [first[1:], *(ids[_n_shared(ids, first) :] for ids in others)]
+    texts = [first[1:], *(ids[n_common(ids, first) :] for ids in others)]
     windows = [
         HeldText(token_ids=(first[0], *ids[start : start + size - 1]))
         for ids in texts
@@ -72,14 +73,3 @@ async def dialogue_windows(backend: Backend, data: Path | None, *, n: int, size:
     ]
     n = min(n, len(windows))
     return [windows[index * len(windows) // n] for index in range(n)]
-
-
-def _n_shared(ids: tuple[int, ...], first: tuple[int, ...]) -> int:
-    pairs = enumerate(zip(ids, first, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(ids), len(first)))
-
-
-def _say(text: str) -> None:
-    from paceline.cli.bench.modes import say
-
-    say(text)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from paceline.cli.bench.base import BenchOptions, BenchReport, Goal, summary
+from paceline.cli.bench.base import BenchOptions, BenchReport, Goal, say, summary
 from paceline.cli.bench.busy import busy_process, busy_thread
 from paceline.cli.bench.trajectories import ReplayTurn, load_turns, spread
 from paceline.cli.progress import progress_bar
@@ -79,10 +79,10 @@ def measure(options: BenchOptions) -> BenchReport:
     scripted = asyncio.run(_scripted(runs))
     real = asyncio.run(_real(options.model, turns, runs))
     # The engine has ended here, so that what starts has the machine for itself.
-    _tell("starting Python to the first decision")
+    say("starting Python to the first decision")
     _first_decision_s(options.model)
     starts = [_first_decision_s(options.model) for _ in range(runs.starts)]
-    _tell("paceline --help")
+    say("paceline --help")
     helps = [_help_s() for _ in range(runs.helps)]
 
     tpot_ms = statistics.median(real["tpot_quiet"])
@@ -136,7 +136,7 @@ async def _scripted(runs: Runs) -> dict[str, list[float]]:
         tpot_ms=0.0,
         speeds={Variant.BF16: 1.0, Variant.INT8: 1.0, Variant.INT4: 1.0},
     )
-    _tell(f"{runs.turns} turns over a backend that takes no time")
+    say(f"{runs.turns} turns over a backend that takes no time")
     with _recorded_spans():
         traced = await paceline.AsyncClient(backend=backend).__aenter__()
         untraced = await paceline.AsyncClient(backend=backend, tracing=False).__aenter__()
@@ -240,7 +240,7 @@ async def _real(model: str, turns: Sequence[ReplayTurn], runs: Runs) -> dict[str
             found["prepare"].append((time.perf_counter() - started) * 1e3)
         await _tpot_ms(client, runs.pair_tokens)
         for number in range(runs.pairs):
-            _tell(f"busy agent, pair {number + 1} of {runs.pairs}")
+            say(f"busy agent, pair {number + 1} of {runs.pairs}")
             found["tpot_quiet"].append(await _tpot_ms(client, runs.pair_tokens))
             for name in sorted(LOOPS, reverse=bool(number % 2)):
                 with LOOPS[name]():
@@ -275,7 +275,3 @@ def _help_s() -> float:
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", HELP, "--help"], check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - started
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.bench.base import BenchOptions, BenchReport, Goal, summary
+from paceline.cli.bench.base import BenchOptions, BenchReport, Goal, say, summary
 from paceline.cli.bench.trajectories import ReplayTurn, load_turns, spread
 from paceline.cli.progress import progress_bar
 
@@ -98,7 +97,7 @@ async def _replay(model: str, turns: list[ReplayTurn]) -> list[GenerationRecord]
     try:
         for number, turn in enumerate(turns):
             records.append(await _one(client, turn, loose if number % 2 == 0 else tight))
-            print(f"turn {number + 1} of {len(turns)}", file=sys.stderr, flush=True)
+            say(f"turn {number + 1} of {len(turns)}")
     finally:
         await client.aclose()
     return records
