@@ -101,9 +101,8 @@ def judge_mode(state: BackendState, mode: Mode, work: Work, left: Budgets) -> Ju
 
 def _preference(each: Judged) -> tuple[float, int, float, str, str]:
     variants = each.state.info.variants
-    measured = _quality(each.state, each.mode.variant) is not None
     # Unmeasured qualities count as 0; among them the model's own order decides.
-    order = 0 if measured or each.mode.variant not in variants else variants.index(each.mode.variant)
+    order = 0 if each.quality or each.mode.variant not in variants else variants.index(each.mode.variant)
     return -each.quality, order, each.cost, each.state.name, each.mode.label
 
 

@@ -6,8 +6,20 @@ import logging
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from paceline_engine.backends.base import OnProgress, Progress
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+STAGES = {
+    "fetch": "fetching the model",
+    "load": "loading the model",
+    "convert": "converting weights",
+    "calibrate": "calibrating",
+}
+"""What a person reads for each stage of a start."""
 
 _logger = logging.getLogger("paceline")
 
@@ -21,7 +33,7 @@ def default_progress(on_progress: OnProgress | None) -> Generator[OnProgress]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    bars = _Bars()
+    bars = Bars(transient=True)
     try:
         yield bars
     finally:
@@ -44,28 +56,35 @@ class _Guarded:
             _logger.exception("on_progress raised, and is told no more of this start")
 
 
-class _Bars:
-    """Appears with the first report, so that a quick start shows nothing."""
+class Bars:
+    """A bar for each stage on standard error; appears with the first report: a quick start shows nothing.
 
-    def __init__(self) -> None:
+    Args:
+        transient: whether it vanishes when it is stopped.
+    """
+
+    def __init__(self, *, transient: bool) -> None:
         from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
 
-        self._bars = RichProgress(console=Console(stderr=True), transient=True)
-        self._stages: dict[str, object] = {}
+        self._bars = RichProgress(
+            TextColumn("{task.description:<20}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+            transient=transient,
+        )
+        self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, progress: Progress) -> None:
-        if not self._stages:
-            self._bars.start()
-        if progress.stage not in self._stages:
-            self._stages[progress.stage] = self._bars.add_task(progress.stage, total=1.0)
-        text = f"{progress.stage} {progress.message}".strip()
-        self._bars.update(
-            self._stages[progress.stage],  # type: ignore[arg-type]  # pyright: ignore
-            completed=progress.done,
-            description=text,
-        )
+        self._bars.start()
+        if progress.stage not in self._tasks:
+            name = STAGES.get(progress.stage, progress.stage)
+            self._tasks[progress.stage] = self._bars.add_task(name, total=1.0, note="")
+        self._bars.update(self._tasks[progress.stage], completed=progress.done, note=progress.message)
 
     def stop(self) -> None:
-        if self._stages:
+        if self._tasks:
             self._bars.stop()
