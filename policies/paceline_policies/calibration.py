@@ -108,6 +108,7 @@ def fit_profile(
         fingerprint=info.fingerprint,
         device=info.device_name or info.device,
         version=version,
+        speed_facts=dict(info.speed_facts),
         variants=variants,
         qualities=dict(qualities or {}),
         overhead_s=overhead_s,

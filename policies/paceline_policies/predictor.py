@@ -145,16 +145,12 @@ class Predictor:
             )
             for variant, state in self._states.items()
         }
-        return Profile(
-            fingerprint=self._base.fingerprint,
-            device=self._base.device,
-            version=self._base.version,
+        return replace(
+            self._base,
             variants=variants,
-            qualities=self._base.qualities,
             overhead_s=self._overhead.seconds,
             gap_s=self._gap.seconds,
             drafted=self._drafting.known,
-            read_bytes_per_s=self._base.read_bytes_per_s,
         )
 
     def predict(

@@ -51,6 +51,8 @@ class Profile:
     """The processor's name where it is known, else its kind."""
     version: str = ""
     """Of Paceline: another version may run the same model at another speed."""
+    speed_facts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """From ``ModelInfo.speed_facts``, for telling what has changed since."""
     variants: Mapping[Variant, VariantProfile] = field(default_factory=dict[Variant, VariantProfile])
     qualities: Mapping[Variant, Quality] = field(default_factory=dict[Variant, Quality])
     overhead_s: float = 0.0
@@ -72,6 +74,20 @@ class Profile:
         device = info.device_name or info.device
         return (self.fingerprint, self.device, self.version) == (info.fingerprint, device, version)
 
+    def changes(self, info: ModelInfo, *, version: str) -> tuple[str, ...]:
+        """What is no longer as it was measured, in words; empty where ``matches``."""
+        now = {"version": version, "processor": info.device_name or info.device, **info.speed_facts}
+        before = {"version": self.version, "processor": self.device, **self.speed_facts}
+        return tuple(
+            f"{name} was {_brief(before[name])}, is {_brief(now[name])}"
+            if name in before and name in now
+            else f"{name} counts too"
+            if name in now
+            else f"{name} counts no more"
+            for name in dict.fromkeys((*before, *now))
+            if before.get(name) != now.get(name)
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold."""
         return {
@@ -79,6 +95,7 @@ class Profile:
             "fingerprint": self.fingerprint,
             "device": self.device,
             "version": self.version,
+            "speed_facts": dict(self.speed_facts),
             "variants": {str(name): _variant_to_dict(each) for name, each in self.variants.items()},
             "qualities": {
                 str(name): {field: getattr(each, field) for field in _QUALITY_FIELDS}
@@ -108,6 +125,7 @@ class Profile:
                 fingerprint=_text(data["fingerprint"]),
                 device=_text(data["device"]),
                 version=_text(data["version"]),
+                speed_facts={_text(k): _text(v) for k, v in data.get("speed_facts", {}).items()},
                 variants={Variant(k): _variant_from_dict(v) for k, v in data["variants"].items()},
                 qualities={Variant(name): _quality(each) for name, each in data["qualities"].items()},
                 overhead_s=_number(data["overhead_s"]),
@@ -186,6 +204,11 @@ def _quality(data: Mapping[str, Any]) -> Quality:
         top1_agreement=known("top1_agreement"),
         n_tokens=int(_number(data.get("n_tokens", 0))),
     )
+
+
+def _brief(text: str) -> str:
+    """A digest is known by its beginning."""
+    return f"{text[:12]}…" if len(text) >= 32 and text.isalnum() else text
 
 
 def _text(value: object) -> str:

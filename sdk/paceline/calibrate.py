@@ -1,12 +1,14 @@
 """Calibration: a short series of probes on a backend, and what precision costs in quality.
 
-It runs once for each machine, model and version of Paceline, when a client first starts; later starts
-read the saved profile.
+It runs once for each machine, model and whatever else the speed depends on (the format of the weights, the
+kernels' build and instruction set, PyTorch, the threads), when a client first starts; later starts read the
+saved profile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -25,6 +27,8 @@ from paceline_engine.request import Prompt
 from paceline_engine.timeline import Timeline
 from paceline_policies.calibration import Probe, assumed_profile, fit_profile, probes
 from paceline_policies.profile import Profile
+
+_logger = logging.getLogger("paceline")
 
 ProfileOption = Literal["auto", "calibrate", "quick", "assume"]
 """``auto``: the saved profile, else calibrate and save. ``calibrate``: anew, and save. ``quick``: as
@@ -58,6 +62,11 @@ async def profile_of(
     saved = profiles.load(path, served.info, version=version())
     if saved is not None and option != "calibrate":
         return saved, True
+    if (
+        option != "calibrate"
+        and (why := profiles.why_stale(path, served.info, version=version())) is not None
+    ):
+        _logger.warning("measuring %s on this machine anew: %s", served.info.name, why)
     quick = option == "quick"
     give_up_at_s = time.monotonic() + WAIT_FOR_OTHER_S
     while True:

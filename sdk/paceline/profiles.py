@@ -1,4 +1,4 @@
-"""Saved profiles: one file for each machine, model and version, in the user's cache folder."""
+"""Saved profiles: one file for each machine, model and what else decides the speed, in the cache folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 
 def profile_path(info: ModelInfo, *, version: str) -> Path:
-    """The file of one machine, model and version."""
+    """The file of one machine, one model and all that its fingerprint stands for."""
     device = info.device_name or info.device
     variants = ",".join(info.variants)
     key = hashlib.sha256(
@@ -51,6 +51,35 @@ def load(path: Path, info: ModelInfo, *, version: str) -> Profile | None:
         return None
     missing = [variant for variant in info.variants if variant not in profile.variants and variant != "fp32"]
     return None if missing else profile
+
+
+def why_stale(path: Path, info: ModelInfo, *, version: str) -> str | None:
+    """Why none of the model's saved profiles may be used, where there are some; None where there are none.
+
+    Args:
+        path: where the one that could be used would lie.
+    """
+    found: list[tuple[str, ...]] = []
+    files = path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.json")
+    for file in sorted(files, key=_changed_at_s, reverse=True):
+        if file == path:
+            continue
+        try:
+            profile = Profile.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, InvalidValueError, RecursionError):
+            continue
+        if set(info.variants) <= set(profile.variants) and profile.speed_facts:
+            found.append(profile.changes(info, version=version))
+    # Of several, as of other models by this name, the one that is the most like this.
+    closest = min(filter(None, found), key=len, default=None)
+    return None if closest is None else "; ".join(closest)
+
+
+def _changed_at_s(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def save(path: Path, profile: Profile) -> bool:

@@ -112,6 +112,21 @@ def test_profile_round_trip(calibrated: Predictor, info: ModelInfo) -> None:
     assert not again.matches(replace(info, device_name="other"), version="1")
 
 
+def test_a_profile_tells_what_has_changed_since(calibrated: Predictor, info: ModelInfo) -> None:
+    """Each fact that differs is named with both values; long digests are cut short, equal facts left out."""
+    digest, other = "a" * 64, "b" * 64
+    profile = replace(calibrated.profile, speed_facts={"model": digest, "kernels": "avx2", "old": "x"})
+    now = replace(info, speed_facts={"model": other, "kernels": "avx2", "new": "y"})
+    assert profile.changes(now, version="2") == (
+        "version was 1, is 2",
+        "model was aaaaaaaaaaaa…, is bbbbbbbbbbbb…",
+        "old counts no more",
+        "new counts too",
+    )
+    same = replace(info, speed_facts=profile.speed_facts)
+    assert profile.changes(same, version="1") == ()
+
+
 def paths(data: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
     """The path of every value in nested dicts and lists."""
     if isinstance(data, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_what_was_learned_is_saved_on_close():
 
     asyncio.run(main())
     assert path.read_text() != before
-    assert isinstance(Profile.from_dict(json.loads(path.read_text())), Profile)
+    assert Profile.from_dict(json.loads(path.read_text())).speed_facts == info.speed_facts
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(cache, monkeypatch):
@@ -101,6 +102,37 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache, monkeypatch):
     monkeypatch.setenv("PACELINE_CACHE", str(blocked))
     assert start()[0] != []
     assert start()[0] != []
+
+
+def test_a_stale_profile_is_measured_anew_with_a_word_that_says_why(caplog):
+    """What was measured with other kernels is not used, and the log names what has changed, once."""
+    _, info = start()
+    path = profiles.profile_path(info, version=version())
+    saved = Profile.from_dict(json.loads(path.read_text()))
+    facts = dict(info.speed_facts)
+    assert set(facts) == {"model", "kernels"}
+    path.unlink()
+    old = replace(saved, fingerprint="other", speed_facts={**facts, "kernels": "slower ones"})
+    former = path.with_name(f"{path.stem.rpartition('-')[0]}-0123456789abcdef.json")
+    profiles.save(former, old)
+    caplog.clear()
+    assert start()[0] != []
+    [told] = [each.getMessage() for each in caplog.records if each.name == "paceline"]
+    assert told == "measuring toy on this machine anew: kernels was slower ones, is none"
+    caplog.clear()
+    assert start()[0] == []
+    assert not caplog.records
+
+
+def test_a_first_start_says_nothing_of_stale_profiles(caplog):
+    """Without an earlier profile, or beside damaged ones, there is nothing to explain."""
+    _, info = start()
+    path = profiles.profile_path(info, version=version())
+    path.rename(path.with_name(f"{path.stem.rpartition('-')[0]}-0.json"))
+    path.with_name(f"{path.stem.rpartition('-')[0]}-0.json").write_text("{")
+    caplog.clear()
+    assert start()[0] != []
+    assert not [each for each in caplog.records if each.name == "paceline"]
 
 
 def test_the_one_who_waits_takes_the_others_profile():

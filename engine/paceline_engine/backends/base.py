@@ -48,6 +48,8 @@ class ModelInfo:
     device: str = "cpu"
     device_name: str = ""
     """The processor, for keying saved profiles."""
+    speed_facts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What ``fingerprint`` is the digest of, by name, so that people can be told what has changed."""
     has_chat_template: bool = True
 
 

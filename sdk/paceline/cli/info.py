@@ -96,11 +96,11 @@ def _profiles(digest: str) -> list[Profile]:
     from paceline.calibrate import version
     from paceline.profiles import cache_folder
     from paceline_engine.backends.embedded import EmbeddedConfig
-    from paceline_engine.backends.embedded.source import fingerprint_of
+    from paceline_engine.backends.embedded.source import fingerprint_of, speed_facts
     from paceline_engine.errors import InvalidValueError
     from paceline_policies.profile import Profile
 
-    fingerprint = fingerprint_of(digest, EmbeddedConfig(model="any"))
+    fingerprint = fingerprint_of(speed_facts(digest, EmbeddedConfig(model="any")))
     found: list[Profile] = []
     files = (cache_folder() / "profiles").glob("*.json")
     for file in sorted(files, key=lambda each: each.stat().st_mtime, reverse=True):

@@ -104,3 +104,18 @@ def test_importing_the_engine_needs_no_torch():
 def test_instruction_sets_are_best_first():
     """The widest set is tried first."""
     assert INSTRUCTION_SETS == ("avx512", "avx2", "generic")
+
+
+def test_the_identity_tells_builds_and_sets_apart(monkeypatch, tmp_path):
+    """Another build, another set and no kernels at all are each of another identity."""
+    choices = {name: select(name) for name in ("generic", "off")}
+    found = {selection.identity()}
+    library = tmp_path / "other.so"
+    library.write_bytes(b"another build")
+    for chosen in choices.values():
+        monkeypatch.setattr(selection, "selected", lambda chosen=chosen: chosen)
+        found.add(selection.identity())
+    monkeypatch.setattr(selection, "_LIBRARY", library)
+    monkeypatch.setattr(selection, "selected", lambda: choices["generic"])
+    found.add(selection.identity())
+    assert len(found) == 4

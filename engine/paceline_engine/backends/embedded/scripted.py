@@ -79,6 +79,7 @@ def open_engine(
     info = ModelInfo(
         name=config.model,
         fingerprint=f"scripted-{config.model}",
+        speed_facts={"model": config.model, "kernels": "none"},
         context_tokens=CONTEXT_TOKENS,
         vocab_size=VOCAB_SIZE,
         variants=config.variants,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,8 @@ def open_engine(
     _warm(runner)
     runner.capture_decode(max_sequences=config.max_sequences, variants=runner.loaded)
     on_progress(Progress(stage="load", done=1.0))
-    fingerprint = fingerprint_of(checkpoint.digest, config)
+    facts = speed_facts(checkpoint.digest, config)
+    fingerprint = fingerprint_of(facts)
     engine = Engine(
         runner,
         tokenizer,
@@ -87,6 +89,7 @@ def open_engine(
         bytes_per_variant=dict(runner.bytes_per_variant()),
         device=device.type,
         device_name=_device_name(device),
+        speed_facts=facts,
         has_chat_template=tokenizer.has_chat_template,
     )
     return OpenedEngine(engine=engine, info=info)
@@ -144,17 +147,28 @@ def _cuda_devices() -> str:
     return ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count())) or "none"
 
 
-def fingerprint_of(digest: str, config: EmbeddedConfig) -> str:
-    """Of the weights and of what else changes the speed or the last bits of the output."""
+def speed_facts(digest: str, config: EmbeddedConfig) -> dict[str, str]:
+    """The weights and what else changes the speed or the last bits of the output, by name for people."""
     import torch
 
+    from paceline_engine.kernels.selection import identity
     from paceline_engine.quant.store import FORMAT_VERSION
 
-    parts = (
-        *(digest, FORMAT_VERSION, _device(config.device).type),
-        *(str(config.threads), str(config.block_size), torch.__version__),
-    )
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    device = _device(config.device).type
+    facts = {
+        "model": digest,
+        "format of the weights": FORMAT_VERSION,
+        "device": device,
+        "threads": str(config.threads),
+        "tokens per KV block": str(config.block_size),
+        "PyTorch": torch.__version__,
+    }
+    return facts | {"kernels": identity()} if device == "cpu" else facts
+
+
+def fingerprint_of(facts: Mapping[str, str]) -> str:
+    """The digest of ``speed_facts``."""
+    return hashlib.sha256("\0".join(facts.values()).encode()).hexdigest()[:32]
 
 
 def _device_name(device: torch.device) -> str:
