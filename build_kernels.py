@@ -19,7 +19,16 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 KERNELS = Path("engine/paceline_engine/kernels")
 LIBRARY = "_native.so"
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-w",
+    "-Wno-psabi",
+]
 X86_SETS = {
     "generic": ["-march=x86-64-v2"],
     "avx2": ["-mavx2", "-mfma"],
@@ -36,7 +45,7 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             print(f"paceline: the C++ kernels are not built ({reason})", file=sys.stderr)
             return
         root = Path(self.root)
-        library = compile_kernels(compiler, root / KERNELS / "csrc", root / "build" / "kernels")
+        library = compile_kernels(compiler, root / KERNELS / "csrc", root / "build" / "kernels", sets_here())
         if version == "editable":
             # Replaced, not overwritten: a running process may have the old one mapped.
             staged = root / KERNELS / f"{LIBRARY}.new.so"
@@ -63,11 +72,14 @@ def find_compiler() -> tuple[str | None, str]:
     return None, "no C++ compiler found; install g++ to have them"
 
 
-def compile_kernels(compiler: str, sources: Path, folder: Path) -> Path:
+def sets_here() -> dict[str, list[str]]:
+    """The instruction sets of this machine's kind of processor, and the compiler's flags for each."""
+    return X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
+
+
+def compile_kernels(compiler: str, sources: Path, folder: Path, sets: dict[str, list[str]]) -> Path:
     """Compile every instruction set and link them into one library; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    sets = X86_SETS if is_x86 else {"generic": []}
     # Clang's OpenMP calls a runtime that torch does not ship; its kernels run on one thread.
     openmp = [] if "clang" in run(compiler, "--version").lower() else ["-fopenmp"]
     jobs = [

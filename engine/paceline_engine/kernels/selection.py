@@ -1,6 +1,7 @@
 """Which kernels run: the best compiled instruction set that this processor has and that proves right.
 
-``PACELINE_KERNELS`` chooses one by name (``avx512``, ``avx2``, ``generic``) or turns all off (``off``).
+``PACELINE_KERNELS`` chooses one by name (``avx512``, ``avx2``, ``generic``) or turns all off (``off``). A set
+that this processor lacks is an error; one that does not prove right gives way to the next best.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def select(wanted: str | None) -> Selection:
     """Choose kernels; ``wanted`` is an instruction set's name, ``off``, or None for the best.
 
     Raises:
-        UnknownOptionError: there is no such instruction set.
+        UnknownOptionError: there is no such instruction set, or it does not run here.
     """
     if wanted == "off":
         return Selection(kernels=None, reason="torch fallbacks: PACELINE_KERNELS=off")
@@ -80,13 +81,18 @@ def select(wanted: str | None) -> Selection:
             remedy="unset it to use the best that the processor has",
         )
     try:
-        library = _open_library()
+        library = open_library()
     except OSError as error:
         return Selection(kernels=None, reason=f"torch fallbacks: {error}")
-    names = INSTRUCTION_SETS[INSTRUCTION_SETS.index(wanted) :] if wanted else INSTRUCTION_SETS
-    for name in names:
-        if not _runs(library, name):
-            continue
+    runnable = sets_that_run(library)
+    if wanted and wanted not in runnable:
+        raise UnknownOptionError(
+            "PACELINE_KERNELS",
+            observed=wanted,
+            limit=f"one that this processor runs ({', '.join(runnable) or 'none'})",
+            remedy="unset it to use the best of them",
+        )
+    for name in runnable[runnable.index(wanted) :] if wanted else runnable:
         kernels = NativeKernels(library, name)
         wrong = first_wrong(kernels)
         if wrong is None:
@@ -98,7 +104,7 @@ def select(wanted: str | None) -> Selection:
     return Selection(kernels=None, reason="torch fallbacks: no compiled instruction set runs here")
 
 
-def _open_library() -> ctypes.CDLL:
+def open_library() -> ctypes.CDLL:
     """The compiled library, bound to the OpenMP runtime that torch uses.
 
     Raises:
@@ -124,6 +130,11 @@ def _openmp_runtimes() -> Iterable[str]:
     for found in (*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")):
         yield str(found)
     yield "libgomp.so.1"
+
+
+def sets_that_run(library: ctypes.CDLL) -> tuple[str, ...]:
+    """The compiled sets whose instructions this processor and its system offer, best first."""
+    return tuple(name for name in INSTRUCTION_SETS if _runs(library, name))
 
 
 def _runs(library: ctypes.CDLL, name: str) -> bool:

@@ -1,20 +1,77 @@
-"""Every compiled instruction set that this machine runs, and a source of random tensors."""
+"""Every instruction set, and a source of random tensors.
 
+Where the processor lacks AVX-512, its code is compiled for AVX2 with the intrinsics emulated, so that it is
+tested everywhere.
+"""
+
+import ctypes
+import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from paceline_engine.kernels.native import NativeKernels
-from paceline_engine.kernels.selection import INSTRUCTION_SETS, select
+from paceline_engine.kernels.selection import INSTRUCTION_SETS, open_library, sets_that_run
+
+ROOT = Path(__file__).parents[3]
+EMULATED = "avx512 (emulated)"
+EMULATION = ["-mavx2", "-mfma", "-include", str(Path(__file__).with_name("avx512_emulated.h"))]
 
 
-@pytest.fixture(params=INSTRUCTION_SETS)
+def _open_library() -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
+    """The compiled library, if there is one, and its sets that this processor runs."""
+    try:
+        library = open_library()
+    except OSError:
+        return None, ()
+    return library, sets_that_run(library)
+
+
+LIBRARY, RUNNABLE = _open_library()
+SETS = [EMULATED if name == "avx512" and name not in RUNNABLE else name for name in INSTRUCTION_SETS]
+
+
+@pytest.fixture(scope="session")
+def build_hook() -> ModuleType:
+    """The build hook, which no package holds."""
+    pytest.importorskip("hatchling", reason="the build hook needs hatchling")
+    found = importlib.util.spec_from_file_location("build_kernels", ROOT / "build_kernels.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def emulated_avx512(build_hook: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
+    """The AVX-512 kernels compiled for AVX2."""
+    if "avx2" not in RUNNABLE:
+        pytest.skip("emulating AVX-512 needs kernels that were built, and AVX2")
+    compiler, reason = build_hook.find_compiler()
+    if compiler is None:
+        pytest.skip(f"emulating AVX-512 needs a C++ compiler: {reason}")
+    path = build_hook.compile_kernels(
+        compiler,
+        ROOT / "engine/paceline_engine/kernels/csrc",
+        tmp_path_factory.mktemp("avx512"),
+        {"avx512": EMULATION},
+    )
+    return NativeKernels(ctypes.CDLL(str(path)), "avx512")
+
+
+@pytest.fixture(params=SETS)
 def native(request: pytest.FixtureRequest) -> NativeKernels:
-    kernels = select(request.param).kernels
-    if kernels is None or kernels.instruction_set != request.param:
+    """One set's kernels, right or wrong: whether they pass the check at the start is for the tests to say."""
+    if request.param == EMULATED:
+        emulated: NativeKernels = request.getfixturevalue("emulated_avx512")
+        return emulated
+    if LIBRARY is None or request.param not in RUNNABLE:
         pytest.skip(f"{request.param} is not built or does not run here")
-    return kernels
+    return NativeKernels(LIBRARY, request.param)
 
 
 @pytest.fixture

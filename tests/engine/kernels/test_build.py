@@ -1,23 +1,8 @@
 """The build hook: when the kernels are compiled, and what happens when they cannot be."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
-
-pytest.importorskip("hatchling", reason="the build hook needs hatchling")
-
-
-@pytest.fixture
-def hook():
-    path = Path(__file__).parents[3] / "build_kernels.py"
-    found = importlib.util.spec_from_file_location("build_kernels", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -27,35 +12,35 @@ def clean(monkeypatch):
     return monkeypatch
 
 
-def test_the_environment_can_leave_the_kernels_out(hook, clean):
+def test_the_environment_can_leave_the_kernels_out(build_hook, clean):
     """PACELINE_NO_KERNELS=1 wins over a compiler."""
     clean.setenv("CXX", "g++")
     clean.setenv("PACELINE_NO_KERNELS", "1")
-    assert hook.find_compiler() == (None, "PACELINE_NO_KERNELS=1")
+    assert build_hook.find_compiler() == (None, "PACELINE_NO_KERNELS=1")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled on Linux only")
-def test_without_a_compiler_there_is_a_plain_reason(hook, clean, tmp_path):
+def test_without_a_compiler_there_is_a_plain_reason(build_hook, clean, tmp_path):
     """A machine without a compiler gets a pure wheel and one line that says why."""
     clean.setenv("PATH", str(tmp_path))
-    compiler, reason = hook.find_compiler()
+    compiler, reason = build_hook.find_compiler()
     assert compiler is None
     assert "install g++" in reason
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled on Linux only")
-def test_the_chosen_compiler_is_taken(hook, clean):
+def test_the_chosen_compiler_is_taken(build_hook, clean):
     """CXX is used as it is, also with arguments."""
     clean.setenv("CXX", "ccache g++")
-    assert hook.find_compiler() == ("ccache g++", "")
+    assert build_hook.find_compiler() == ("ccache g++", "")
 
 
 @pytest.mark.parametrize(
     ("compiler", "message"),
     [("no-such-compiler", "could not be run"), ("false", "compiling the kernels failed")],
 )
-def test_a_compiler_that_fails_stops_the_build(hook, tmp_path, compiler, message):
+def test_a_compiler_that_fails_stops_the_build(build_hook, tmp_path, compiler, message):
     """A broken compiler is an error with the way out, never a quietly slower wheel."""
     with pytest.raises(RuntimeError, match=message) as failure:
-        hook.compile_kernels(compiler, tmp_path, tmp_path / "out")
+        build_hook.compile_kernels(compiler, tmp_path, tmp_path / "out", build_hook.sets_here())
     assert "PACELINE_NO_KERNELS=1" in str(failure.value)

@@ -11,8 +11,17 @@ import torch
 from paceline_engine.errors import UnknownOptionError
 from paceline_engine.kernels import fallback, linear_fp32, selection
 from paceline_engine.kernels.native import NativeKernels
-from paceline_engine.kernels.selection import INSTRUCTION_SETS, select
+from paceline_engine.kernels.selection import INSTRUCTION_SETS, open_library, select, sets_that_run
 from paceline_engine.kernels.selfcheck import first_wrong
+
+
+def _skip_unless_runnable(name):
+    try:
+        runnable = sets_that_run(open_library())
+    except OSError as error:
+        pytest.skip(str(error))
+    if name not in runnable:
+        pytest.skip(f"this processor does not run {name}")
 
 
 def test_off_turns_the_kernels_off():
@@ -26,6 +35,15 @@ def test_an_unknown_set_is_refused():
     """A misspelt set is an error that lists what there is."""
     with pytest.raises(UnknownOptionError, match="avx512, avx2, generic"):
         select("avx3")
+
+
+@pytest.mark.parametrize(("here", "words"), [(("avx2", "generic"), r"avx2, generic"), ((), "none")])
+def test_a_set_that_the_processor_lacks_is_refused(monkeypatch, here, words):
+    """A set that does not run here is an error that lists those that do, never quietly another one."""
+    _skip_unless_runnable("generic")
+    monkeypatch.setattr(selection, "_runs", lambda library, name: name in here)
+    with pytest.raises(UnknownOptionError, match=rf"processor runs \({words}\), got 'avx512'"):
+        select("avx512")
 
 
 def test_a_missing_library_means_fallbacks(monkeypatch, tmp_path):
@@ -55,18 +73,20 @@ def test_every_set_that_runs_here_passes_its_check(native):
     "name", ["linear_fp32", "linear_bf16", "linear_fp8", "linear_int8", "linear_int4", "paged_attention"]
 )
 @pytest.mark.parametrize("damage", [lambda out: out * 1.01, lambda out: out * float("nan")])
-def test_a_wrong_kernel_is_found_and_its_set_not_used(monkeypatch, caplog, native, name, damage):
+@pytest.mark.parametrize("wanted", INSTRUCTION_SETS)
+def test_a_wrong_kernel_is_found_and_its_set_not_used(monkeypatch, caplog, wanted, name, damage):
     """A kernel 1% off, or giving NaN, takes its whole set out of use, with one warning that names it."""
+    _skip_unless_runnable(wanted)
     right = getattr(NativeKernels, name)
 
     def wrong(self, *args, **kwargs):
         out = right(self, *args, **kwargs)
-        return damage(out) if self.instruction_set == native.instruction_set else out
+        return damage(out) if self.instruction_set == wanted else out
 
     monkeypatch.setattr(NativeKernels, name, wrong)
     with caplog.at_level(logging.WARNING):
-        chosen = select(native.instruction_set)
-    assert chosen.kernels is None or chosen.kernels.instruction_set != native.instruction_set
+        chosen = select(wanted)
+    assert chosen.kernels is None or chosen.kernels.instruction_set != wanted
     assert [record.getMessage() for record in caplog.records if name in record.getMessage()]
 
 
@@ -79,8 +99,7 @@ def test_tensors_that_the_kernels_cannot_read_go_to_torch():
 
 def test_a_fresh_process_takes_the_set_it_is_told_and_shares_the_threads_of_torch():
     """PACELINE_KERNELS names the set, and loading it maps no second OpenMP runtime into the process."""
-    if select("generic").kernels is None:
-        pytest.skip("the kernels are not built")
+    _skip_unless_runnable("generic")
     code = (
         "import re; from paceline_engine.kernels import describe; print(describe());"
         "print(len(set(re.findall(r'/\\S*lib(?:gomp|iomp5|omp)\\b\\S*', open('/proc/self/maps').read()))))"

@@ -15,7 +15,7 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define PK_BYTES 64
 #elif defined(__AVX2__)
 #define PK_BYTES 32
@@ -96,10 +96,8 @@ PK_INLINE int32_t hsum(vi v) {
 
 // acc[i] + a[2i] * b[2i] + a[2i+1] * b[2i+1]
 PK_INLINE vi dot2(vi acc, vh a, vh b) {
-#if PK_BYTES == 64 && defined(__AVX512VNNI__)
+#if PK_BYTES == 64
   return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#elif PK_BYTES == 64
-  return acc + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif PK_BYTES == 32
   return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
