@@ -2,7 +2,7 @@
 
 One safetensors file holds one variant of one checkpoint; its header names the checkpoint's digest, the
 format and a checksum of the data. A file that does not fit is made anew, and a disk that cannot be written
-costs nothing but the next start's time.
+costs nothing but the next start's time. A new file takes the place of those of older formats.
 """
 
 from __future__ import annotations
@@ -203,6 +203,19 @@ class WeightStore:
             write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=header))
         except (OSError, SafetensorError) as error:
             _LOG.warning("the converted weights are not kept in %s: %s", path.parent, error)
+        else:
+            _remove_older(path)
+
+
+def _remove_older(path: Path) -> None:
+    """Remove what older formats left of the same weights. Who has such a file mapped keeps reading it."""
+    stem, _, version = path.stem.rpartition("-v")
+    with contextlib.suppress(OSError):
+        for other in path.parent.iterdir():
+            other_stem, _, other_version = other.stem.rpartition("-v")
+            is_ours = other_stem == stem and other.suffix in (path.suffix, _Mark.SUFFIX)
+            if is_ours and other_version.isdecimal() and int(other_version) < int(version):
+                other.unlink(missing_ok=True)
 
 
 class _Mark:
@@ -212,8 +225,10 @@ class _Mark:
     So it is compared once for each file, known by its size, its time of change and its inode.
     """
 
+    SUFFIX = ".checked"
+
     def __init__(self, path: Path) -> None:
-        self._path = path.with_suffix(".checked")
+        self._path = path.with_suffix(self.SUFFIX)
         status = path.stat()
         self._identity = f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
 

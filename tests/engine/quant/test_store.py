@@ -264,6 +264,44 @@ def test_checkpoints_do_not_share_files(tmp_path: Path) -> None:
     assert torch.equal(found.dequantize(), one.tensors["lm_head.weight"].bfloat16().float())
 
 
+def test_a_new_format_takes_the_place_of_older_ones(tmp_path: Path) -> None:
+    """Files of older formats of the same weights go; newer formats, other weights and strangers stay."""
+    store = WeightStore(CountingCheckpoint(), directory=tmp_path)
+    store.matrices(Variant.INT8)
+    current = only_file(tmp_path)
+    stem, number = current.stem.rsplit("-v", 1)
+    names = {
+        "older": f"{stem}-v{int(number) - 1}.safetensors",
+        "its mark": f"{stem}-v{int(number) - 1}.checked",
+        "oldest": f"{stem}-v0.safetensors",
+        "newer": f"{stem}-v{int(number) + 10}.safetensors",
+        "another variant": f"{stem.replace('int8', 'int4')}-v0.safetensors",
+        "another checkpoint": f"{'cd' * 16}-int8-v0.safetensors",
+        "a stranger": f"{stem}-vast.safetensors",
+    }
+    current.unlink()
+    for name in names.values():
+        (current.parent / name).write_bytes(b"x")
+    store.matrices(Variant.INT8)
+    left = {path.name for path in current.parent.iterdir()}
+    kept = {"newer", "another variant", "another checkpoint", "a stranger"}
+    assert left == {current.name, *(names[each] for each in kept)}
+
+
+def test_an_older_file_that_is_being_read_stays_readable(tmp_path: Path) -> None:
+    """Weights mapped from a file of an older format keep their values after it is removed."""
+    store = WeightStore(CountingCheckpoint(), directory=tmp_path)
+    expected = store.matrices(Variant.BF16)["output"].dequantize()
+    current = only_file(tmp_path)
+    older = current.with_name(current.name.replace(f"-v{store_module.FORMAT_VERSION}", "-v0"))
+    current.rename(older)
+    with safe_open(older, framework="pt") as file:
+        mapped = file.get_tensor("output:data")
+    store.matrices(Variant.BF16)
+    assert not older.exists()
+    assert torch.equal(mapped.float(), expected)
+
+
 def test_a_full_disk_costs_only_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When writing fails the weights are there, and no partial file is left."""
 
