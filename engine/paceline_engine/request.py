@@ -110,6 +110,9 @@ class GenerationRequest:
     salt: str = ""
     """Requests share cached prefixes only with requests of the same salt (one per tenant)."""
     adapter: str | None = None
+    session: str = ""
+    """Where n-gram drafts may come from beside the prompt: earlier requests of the same session and salt.
+    Empty: from nowhere else, and nothing is kept."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_CHOICES:

@@ -38,6 +38,8 @@ class Snapshot:
     """KV blocks that pins keep from eviction."""
     block_size: int | None = None
     """Tokens per KV block."""
+    loading_s: Mapping[Variant, float] = field(default_factory=dict[Variant, float])
+    """Expected seconds until a variant could run, of those that have yet to be loaded."""
 
     @property
     def capacity_tokens(self) -> int | None:

@@ -14,6 +14,9 @@ from paceline_engine.mode import Mode, Variant
 VARIANT_CHANGED: Final = "variant_changed"
 """The event of a stream that moved to another variant; its attributes are ``from``, ``to`` and ``why``."""
 
+VARIANT_LOADED: Final = "variant_loaded"
+"""The event of a stream that waited for the weights of ``variant`` to be loaded, which took ``took_ms``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTime:

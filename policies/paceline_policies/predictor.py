@@ -204,9 +204,11 @@ class Predictor:
         """
         state = self._state(mode.variant)
         measured = _measured(mode, timeline)
+        # What waited for its weights happens once a start, and says nothing of the turns to come.
+        loaded_first = mode.variant in snapshot.loading_s
         if measured is not None and mode.speculation is not None:
             self._observe_drafted(mode, snapshot, timeline, measured)
-        elif measured is not None:
+        elif measured is not None and not loaded_first:
             forecast = self.forecast(mode, snapshot, Work(max_tokens=timeline.n_tokens))
             state.samples.append(_ratios(measured, forecast))
             if state.assumed:
@@ -214,7 +216,7 @@ class Predictor:
                 state.n_seen += 1
         if timeline.steps:
             self._observe_steps(timeline.steps)
-            if snapshot.running == snapshot.waiting == 0:
+            if snapshot.running == snapshot.waiting == 0 and not loaded_first:
                 self._observe_pauses(timeline)
         elif measured is not None:
             self._observe_phases(state, timeline)
@@ -253,6 +255,7 @@ class Predictor:
             # An arrival finds a step half done, on average.
             under_way = decode_load(context_tokens=0, sequences=0, tokens_each=1, beside=beside)
             seconds += 0.5 * (state.step.seconds(under_way) * state.decode.scale)
+        seconds += snapshot.loading_s.get(mode.variant, 0.0)
         return self._overhead.seconds + seconds + passes * (other_s + self._gap.seconds)
 
     def _queue_load(self, snapshot: Snapshot, beside: Beside) -> StepLoad:

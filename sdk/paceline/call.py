@@ -326,6 +326,7 @@ def _request(call_id: str, wanted: Wanted, prompt: Prompt) -> GenerationRequest 
         n=options.n,
         salt=options.salt,
         adapter=options.adapter,
+        session=options.session,
     )
 
 

@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, TypedDict, cast
 
 from paceline_engine.errors import InvalidValueError, UnknownOptionError
@@ -53,6 +54,9 @@ class GenerateOptions(TypedDict, total=False):
     """Go on past the model's end tokens, up to ``max_tokens``."""
     salt: str
     """Prefixes are shared only between requests of the same salt: one for each tenant."""
+    session: str
+    """Names the conversation, or the row of them, that the call belongs to: text that its earlier calls held is
+    drafted where it comes again, also when the prompt no longer holds it. The answer is the same as without."""
     adapter: str | None
     """An adapter that the backend serves; the embedded engine serves none."""
     json_schema: Mapping[str, Any] | str | type[Any] | None
@@ -75,6 +79,7 @@ class Options:
     n: int = 1
     ignore_eos: bool = False
     salt: str = ""
+    session: str = ""
     adapter: str | None = None
     grammar: Grammar | None = None
     parse: Callable[[str], Any] | None = None
@@ -94,6 +99,7 @@ _NUMBERS = (
 )
 _INTEGERS = ("top_k", "min_tokens", "n")
 _OPTIONAL_INTEGERS = ("seed", "logprobs")
+_EACH: Mapping[str, str] = MappingProxyType({"salt": "tenant", "session": "session"})
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
@@ -259,8 +265,8 @@ def _check_type(name: str, value: object) -> None:
         require(isinstance(value, bool), "True or False", "False ends at the model's end tokens")
     elif name == "mix_cache":
         require(isinstance(value, bool), "True or False", "False serves no cache of a lower variant")
-    elif name == "salt":
-        require(isinstance(value, str), "a text", "use one text for each tenant")
+    elif name in ("salt", "session"):
+        require(isinstance(value, str), "a text", f"use one text for each {_EACH[name]}")
     elif name == "adapter":
         require(value is None or isinstance(value, str), "a name or None", "use None for the base model")
 

@@ -85,7 +85,8 @@ class Planner:
             )
 
     def queue_ms(self, decision: Decision, snapshot: Snapshot) -> float:
-        if decision.plan is None or not (snapshot.running or snapshot.waiting_prefill_tokens):
+        waits_for = snapshot.running or snapshot.waiting_prefill_tokens or snapshot.loading_s
+        if decision.plan is None or not waits_for:
             return 0.0
         idle = replace(
             snapshot,
@@ -94,6 +95,7 @@ class Planner:
             running_variant=None,
             waiting=0,
             waiting_prefill_tokens=0,
+            loading_s={},
         )
         predictor = self._known[decision.backend].predictor
         with self._lock:

@@ -309,3 +309,25 @@ def test_learning_survives_saving(make_machine: Callable[..., Any], info: ModelI
     for mode in (BF16, INT8):
         mine, theirs = (each.predict(mode, snapshot, max_tokens=30) for each in (predictor, again))
         assert theirs.e2e.p90_ms == pytest.approx(mine.e2e.p90_ms)
+
+
+def test_weights_that_have_yet_to_load_are_in_the_first_token_and_are_not_learned(
+    make_machine: Callable[..., Any], info: ModelInfo
+) -> None:
+    """The wait is added for the variant that waits; a start that had it teaches nothing of later turns."""
+    machine = make_machine(seed=3)
+    predictor = machine.calibrated(info)
+    there = Snapshot(taken_at_s=0.0, prompt_tokens=64)
+    waits = replace(there, loading_s={Variant.BF16: 2.0})
+    before = predictor.predict(BF16, there, max_tokens=8)
+    late = predictor.predict(BF16, waits, max_tokens=8)
+    assert late.ttft.p50_ms - before.ttft.p50_ms == pytest.approx(2000, rel=0.2)
+    assert late.tpot == before.tpot
+    assert predictor.predict(INT8, waits, max_tokens=8) == predictor.predict(INT8, there, max_tokens=8)
+    for _ in range(8):
+        line = machine.run(BF16, prompt=64, output=8)
+        slow = replace(line, submitted_at_s=line.submitted_at_s - 3.0)
+        predictor.observe(BF16, waits, None, slow)
+    after = predictor.predict(BF16, there, max_tokens=8)
+    assert after.ttft.p50_ms == pytest.approx(before.ttft.p50_ms, rel=0.2)
+    assert after.ttft.p90_ms < 2 * before.ttft.p90_ms

@@ -156,3 +156,12 @@ class VariantChanging(Protocol):
         Nothing happens where the request has ended. A step policy leaves the stream there.
         """
         ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """What a backend may offer beside ``Backend``: drafting from what was said in a request's session."""
+
+    def end_session(self, session: str, *, salt: str = "") -> None:
+        """Forget what was said in it; an unknown one is ignored. Never blocks."""
+        ...

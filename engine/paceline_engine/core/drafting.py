@@ -43,10 +43,14 @@ def draft_step(passes: tuple[Pass, ...], requests: Requests, speculator: Specula
     """Propose drafts for all work that has room for them."""
     work = [part for one in passes for part in one.work if part.max_drafts]
     found = [(part, choice) for part in work if (choice := _choice(part, requests)) is not None]
+    for part, choice in found:
+        if choice.drafts is None:
+            job = requests[part.sequence.key.request_id]
+            choice.drafts = speculator.new_stream(job.session if isinstance(job, Generation) else None)
     if not found:
         return DraftedStep(passes=passes)
     paces = _paces(passes)
-    asked = [_request(part, choice, speculator.new_stream, paces) for part, choice in found]
+    asked = [_request(part, choice, paces) for part, choice in found]
     planned = [
         Planned(variant=one.variant, n_tokens=sum(len(part.token_ids) for part in one.work)) for one in passes
     ]
@@ -95,14 +99,12 @@ def _paces(passes: Iterable[Pass]) -> dict[SequenceKey, Pace]:
 def _request(
     work: Work,
     choice: Choice,
-    new_stream: Callable[[], DraftStream],
     paces: Mapping[SequenceKey, Pace],
 ) -> DraftRequest:
     sequence = work.sequence
     speculation = sequence.plan.mode.speculation
     assert speculation is not None
-    if choice.drafts is None:
-        choice.drafts = new_stream()
+    assert choice.drafts is not None
     return DraftRequest(
         stream=choice.drafts,
         speculation=speculation,

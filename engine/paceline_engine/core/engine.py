@@ -21,6 +21,7 @@ from paceline_engine.core.generation import Generation
 from paceline_engine.core.ledger import Ledger
 from paceline_engine.core.measuring import Measurements
 from paceline_engine.core.passes import PassResult, run_pass
+from paceline_engine.core.residency import Residency
 from paceline_engine.core.scoring import Scoring
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.fidelity import FidelityRequest
@@ -35,6 +36,7 @@ from paceline_engine.schedule.default import EarliestFirst
 from paceline_engine.schedule.scheduler import Pass, Scheduler
 from paceline_engine.schedule.sequence import SequenceState
 from paceline_engine.snapshot import Snapshot
+from paceline_engine.speculate.sessions import SessionKey
 from paceline_engine.speculate.speculator import Speculator
 from paceline_engine.speculate.vocabulary import common_ids
 
@@ -60,23 +62,32 @@ class Engine:
         self._clock = clock
         self._lock = threading.Lock()
         self._pool = BlockPool(runner.n_blocks, runner.block_size)
+        self._residency = Residency(runner, clock)
         self._scheduler = Scheduler(
             self._pool,
             step_policy if step_policy is not None else EarliestFirst(),
             variants=runner.variants,
+            weights=self._residency,
             max_prefill_tokens=self._config.max_prefill_tokens_per_step,
             max_sequences=self._config.max_sequences,
             max_pinned_share=self._config.max_pinned_share,
         )
-        self._ledger = Ledger(self._scheduler, runner.copy_block, self._config.max_steps_recorded)
-        self._measurements = Measurements(runner, self._pool, self._lock)
+        self._measurements = Measurements(runner, self._pool, self._lock, self._residency)
         self._eos_ids = frozenset((*tokenizer.eos_token_ids, *runner.spec.eos_token_ids))
         self._grammars = GrammarCompiler(tokenizer, vocab_size=runner.spec.vocab_size, end_ids=self._eos_ids)
         self._speculator = Speculator(
             runner,
             common_ids(tokenizer, runner.spec.vocab_size, also=self._eos_ids),
             clock=clock,
+            ready=self._residency.ready,
             adapt=self._config.adapt_drafts,
+        )
+        self._ledger = Ledger(
+            self._scheduler,
+            self._residency,
+            self._speculator.sessions,
+            runner.copy_block,
+            self._config.max_steps_recorded,
         )
         self._n_arrived = 0
 
@@ -143,18 +154,15 @@ class Engine:
     def change_variant(self, request_id: str, variant: Variant) -> None:
         """Run the request with ``variant`` from its next token on, whatever the step policy would choose.
 
-        Unknown ids are ignored.
+        Unknown ids are ignored. Where the variant has yet to be loaded, the request goes on as it is until
+        then, and stays as it is where that fails.
 
         Raises:
             UnknownOptionError: the variant is not loaded.
         """
         validate.check_variant(variant, self._runner.variants)
         with self._lock:
-            now_s = self._clock()
-            for sequence in self._scheduler.sequences:
-                if sequence.key.request_id == request_id:
-                    self._scheduler.set_variant(sequence, variant, now_s, why="the caller")
-                    sequence.variant_held = True
+            self._ledger.move(request_id, variant, self._clock())
 
     def pin(
         self,
@@ -182,6 +190,10 @@ class Engine:
         with self._lock:
             self._scheduler.pins.unpin(pin_id)
 
+    def end_session(self, session: str, *, salt: str = "") -> None:
+        """Forget what was said in a session, but for what streams that run draft from."""
+        self._speculator.sessions.end(SessionKey(session=session, salt=salt))
+
     def snapshot(self, token_ids: Sequence[int], *, salt: str = "", adapter: str | None = None) -> Snapshot:
         """The state now, with how much of a prompt is cached. Does not wait for a running pass."""
         scope = CacheScope(model=self._config.model_fingerprint, adapter=adapter, salt=salt)
@@ -204,6 +216,7 @@ class Engine:
                 total_blocks=self._pool.n_blocks,
                 block_size=self._pool.block_size,
                 pinned_blocks=self._scheduler.pins.n_blocks,
+                loading_s=self._residency.remaining_s(self._runner.variants),
             )
 
     def step(self) -> StepOutput:
@@ -222,6 +235,8 @@ class Engine:
         with self._lock:
             now_s = self._clock()
             self._ledger.end_overdue(now_s)
+            for loaded in self._residency.take_ended():
+                self._ledger.settle(loaded)
             return self._scheduler.schedule(now_s)
 
     def _draft(self, passes: tuple[Pass, ...]) -> DraftedStep:
@@ -277,6 +292,11 @@ class Engine:
             self._n_arrived += 1
             job.first_sequence.arrival = self._n_arrived
             self._ledger.enter(job)
+        self._residency.want(job.plan.mode.variant)
+        speculation = job.plan.mode.speculation
+        later = (None if speculation is None else speculation.draft_variant, *job.plan.fallback_variants)
+        for variant in filter(None, later):
+            self._residency.want(variant, urgent=False)
 
     def _new_sequence(
         self,

@@ -16,6 +16,7 @@ from paceline_engine.sampling.draw import RandomStream
 from paceline_engine.sampling.rules import DrawRule
 from paceline_engine.sampling.sampler import Drawn
 from paceline_engine.schedule.sequence import SequenceState
+from paceline_engine.speculate.sessions import SessionKey
 from paceline_engine.speculate.stream import DraftStream
 from paceline_engine.timeline import Timeline, TimelineEvent, TokenTime
 
@@ -172,6 +173,14 @@ class Generation:
             return Choice(index, sequence, rule=rule, output=output, constraint=constraint)
 
         self.choices = tuple(map(choice, range(request.n)))
+
+    @property
+    def session(self) -> SessionKey | None:
+        """None where it belongs to none, or where the mode shares nothing with other requests."""
+        request = self.request
+        if not request.session or not self.plan.mode.prefix_cache:
+            return None
+        return SessionKey(session=request.session, salt=request.salt)
 
     @property
     def first_sequence(self) -> SequenceState:

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import copy
+
 from paceline_engine.chunk import Chunk, FinishReason, ScoreResult
 from paceline_engine.core import validate
 from paceline_engine.core.base import StepOutput
 from paceline_engine.core.drafting import DraftedStep
 from paceline_engine.core.generation import Generation
 from paceline_engine.core.passes import PassResult, WorkResult, failed_scores
+from paceline_engine.core.residency import Loaded
 from paceline_engine.core.scoring import Scoring
 from paceline_engine.errors import BackendError, PacelineError
+from paceline_engine.mode import Variant
+from paceline_engine.schedule.base import Weights
 from paceline_engine.schedule.scheduler import CopyBlock, Scheduler
 from paceline_engine.schedule.sequence import SequenceState
-from paceline_engine.timeline import TimelineEvent
+from paceline_engine.speculate.sessions import SessionTexts
+from paceline_engine.timeline import VARIANT_LOADED, TimelineEvent
 
 
 class Ledger:
     """Not thread-safe: the engine's lock guards it."""
 
-    def __init__(self, scheduler: Scheduler, copy_block: CopyBlock, max_steps_recorded: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        weights: Weights,
+        sessions: SessionTexts,
+        copy_block: CopyBlock,
+        max_steps_recorded: int,
+    ) -> None:
         self.requests: dict[str, Generation | Scoring] = {}
         self._scheduler = scheduler
+        self._weights = weights
+        self._sessions = sessions
+        self._moves: dict[str, Variant] = {}
+        """Requests that their callers have moved to a variant that is yet to be loaded."""
         self._copy_block = copy_block
         self._max_steps_recorded = max_steps_recorded
         self._chunks: list[tuple[str, Chunk]] = []
@@ -37,15 +54,48 @@ class Ledger:
             job.cancelled = True
             self._remove_sequences(job)
 
+    def move(self, request_id: str, variant: Variant, now_s: float) -> None:
+        """Run a request as ``variant`` from now on, or from when it is loaded; unknown ids are ignored."""
+        if (job := self.requests.get(request_id)) is None:
+            return
+        self._moves.pop(request_id, None)
+        if not self._weights.ready(variant):
+            self._moves[request_id] = variant
+            self._weights.want(variant)
+            return
+        for sequence in _sequences(job):
+            self._scheduler.set_variant(sequence, variant, now_s, why="the caller")
+            sequence.variant_held = True
+
+    def settle(self, loaded: Loaded) -> None:
+        """A load has ended: tell and move the streams that waited for it; where it failed, end them."""
+        variant, at_s = loaded.variant, loaded.ended_at_s
+        for request_id, job in list(self.requests.items()):
+            waits = any(sequence.variant is variant for sequence in _sequences(job))
+            if waits and loaded.error is not None:
+                self._fail(job, copy.copy(loaded.error))
+                continue
+            speculation = job.plan.mode.speculation
+            drafts = speculation is not None and speculation.draft_variant is variant
+            if waits or drafts or self._moves.get(request_id) is variant:
+                event = _loaded_event(loaded)
+                for sequence in _sequences(job):
+                    sequence.events.append(event)
+        moved = [request_id for request_id, to in self._moves.items() if to is variant]
+        for request_id in moved:
+            del self._moves[request_id]
+            if loaded.error is None:
+                self.move(request_id, variant, at_s)
+
     def end_overdue(self, now_s: float) -> None:
         """End what was cancelled, what expired in the queue, and what reached its hard deadline."""
-        for request_id, job in list(self.requests.items()):
+        for job in list(self.requests.values()):
             late = validate.deadline_error(job.plan, now_s)
             if job.cancelled:
                 if isinstance(job, Generation):
                     self._end(job, FinishReason.CANCELLED, now_s)
                 else:
-                    del self.requests[request_id]
+                    self._forget(job)
             elif late is not None and job.first_sequence.started_at_s is None:
                 self._fail(job, late)
             elif late is not None and isinstance(job, Generation) and job.plan.hard_deadline:
@@ -118,7 +168,7 @@ class Ledger:
         if parent.key in ended:
             self._scheduler.remove(parent)
         if not job.open_choices:
-            del self.requests[job.request.id]
+            self._forget(job)
 
     def _commit_verified(self, job: Generation, part: WorkResult, result: PassResult) -> None:
         """Take the drafts that the target drew as well, and the token that it drew after them.
@@ -141,7 +191,7 @@ class Ledger:
         if draw.choice.ended:
             self._scheduler.remove(sequence)
         if not job.open_choices:
-            del self.requests[job.request.id]
+            self._forget(job)
 
     def _failed_draw(self, job: Generation, part: WorkResult) -> bool:
         for draw in part.draws:
@@ -170,12 +220,12 @@ class Ledger:
             self._scheduler.remove(sequence)
         if job.done:
             self._scores.append((job.request.id, job.result(finished_at_s=at_s)))
-            del self.requests[job.request.id]
+            self._forget(job)
 
     def _end(self, job: Generation, reason: FinishReason, now_s: float) -> None:
         self._chunks += [(job.request.id, choice.end(reason, at_s=now_s)) for choice in job.open_choices]
         self._remove_sequences(job)
-        del self.requests[job.request.id]
+        self._forget(job)
 
     def _fail_pass(self, result: PassResult, cause: Exception) -> None:
         for work in result.ran.work:
@@ -194,9 +244,30 @@ class Ledger:
     def _fail(self, job: Generation | Scoring, error: PacelineError) -> None:
         self._errors.append((job.request.id, error))
         self._remove_sequences(job)
+        self._forget(job)
+
+    def _forget(self, job: Generation | Scoring) -> None:
         del self.requests[job.request.id]
+        self._moves.pop(job.request.id, None)
+        if isinstance(job, Generation) and (key := job.session) is not None:
+            choice = job.choices[0]
+            self._sessions.add(key, (*job.request.prompt.token_ids, *choice.output.token_ids))
 
     def _remove_sequences(self, job: Generation | Scoring) -> None:
-        owned = job.sequences if isinstance(job, Scoring) else [choice.sequence for choice in job.choices]
-        for sequence in owned:
+        for sequence in _sequences(job):
             self._scheduler.remove(sequence)
+
+
+def _sequences(job: Generation | Scoring) -> tuple[SequenceState, ...]:
+    """Those of a request that have not ended, each once."""
+    found = job.sequences if isinstance(job, Scoring) else [choice.sequence for choice in job.choices]
+    return tuple({id(each): each for each in found if not each.removed}.values())
+
+
+def _loaded_event(loaded: Loaded) -> TimelineEvent:
+    took_ms = (loaded.ended_at_s - loaded.started_at_s) * 1e3
+    attributes: dict[str, object] = {"variant": str(loaded.variant), "took_ms": took_ms}
+    if loaded.error is None:
+        return TimelineEvent(at_s=loaded.ended_at_s, name=VARIANT_LOADED, attributes=attributes)
+    attributes["error"] = f"{type(loaded.error).__name__}: {loaded.error}"
+    return TimelineEvent(at_s=loaded.ended_at_s, name="variant_unavailable", attributes=attributes)

@@ -13,6 +13,7 @@ from paceline_engine.errors import BackendError
 from paceline_engine.fidelity import FidelityRequest
 from paceline_engine.model.base import ModelRunner
 from paceline_engine.quant.fidelity import FidelityPasses, blocks_needed, fidelity_passes
+from paceline_engine.schedule.base import Weights
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,8 +28,9 @@ class _Comparison:
 class Measurements:
     """One comparison runs at a time, in the order of their arrival. The engine's lock guards the list."""
 
-    def __init__(self, runner: ModelRunner, pool: BlockPool, lock: threading.Lock) -> None:
+    def __init__(self, runner: ModelRunner, pool: BlockPool, lock: threading.Lock, weights: Weights) -> None:
         self._runner = runner
+        self._weights = weights
         self._pool = pool
         self._lock = lock
         self._waiting: list[_Comparison] = []
@@ -81,6 +83,9 @@ class Measurements:
             return None
         one = self._waiting[0]
         if one.passes is None:
+            if missing := [each for each in self._runner.variants if not self._weights.ready(each)]:
+                self._weights.want(missing[0])
+                return None
             needed = blocks_needed(len(one.request.token_ids), self._runner)
             with self._lock:
                 if needed > self._pool.n_free:

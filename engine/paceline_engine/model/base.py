@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from paceline_engine.mode import Variant
 from paceline_engine.model.spec import ModelSpec
@@ -76,4 +76,22 @@ class ModelRunner(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in all layers (copy on write)."""
+        ...
+
+
+@runtime_checkable
+class LateLoading(Protocol):
+    """What a runner may offer beside ``ModelRunner``: weights that come into memory while others run."""
+
+    @property
+    def loaded(self) -> tuple[Variant, ...]:
+        """The variants whose weights are in memory."""
+        ...
+
+    def load_variant(self, variant: Variant) -> None:
+        """Bring a variant's weights into memory. May be called beside ``forward`` of the others."""
+        ...
+
+    def bytes_per_variant(self) -> Mapping[Variant, int]:
+        """Bytes of weights that a decode step of one token reads, loaded or not."""
         ...

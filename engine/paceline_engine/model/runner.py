@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -29,12 +30,13 @@ from paceline_engine.quant.store import OnFraction, WeightStore
 
 _MOST_GATHERED_BYTES = 1 << 28
 """Keys and values that a captured step may gather for one layer."""
+_PAGE_BYTES = 4096
 
 
 class TorchRunner:
     """A ``ModelRunner`` on one device. Build it with ``load``.
 
-    Not thread-safe: one step loop drives it.
+    Not thread-safe, but for ``load_variant``: one step loop drives it.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class TorchRunner:
         self._attention = None if support is None else PlannedAttention.of(self._spec, flash=support.flash)
         self._decoder = Decoder(self._spec, device=self._device)
         self._vectors = {name: tensor.to(self._device) for name, tensor in store.vectors().items()}
+        self._loading = threading.Lock()
         self._weights: dict[Variant, DecoderWeights] = {}
         self._embeddings: dict[Variant, Matrix] = {}
         self._heads: dict[Variant, OutputHead] = {}
@@ -242,9 +245,19 @@ class TorchRunner:
         """Copy one block's KV in all layers (copy on write)."""
         self._kv.copy_block(source, target)
 
+    def load_variant(self, variant: Variant) -> None:
+        """Bring a variant's weights into memory, mapped pages too; may run beside ``forward`` of others.
+
+        Raises:
+            ModelError: they are damaged, absent or not supported.
+        """
+        with self._loading:
+            if variant not in self._weights:
+                self._load_variant(variant, lambda _fraction, _message: None)
+
     def _weights_of(self, variant: Variant) -> DecoderWeights:
         if variant not in self._weights:
-            self._load_variant(variant, lambda _fraction, _message: None)
+            self.load_variant(variant)
         return self._weights[variant]
 
     def load_unconverted(self, on_progress: OnProgress) -> None:
@@ -269,10 +282,12 @@ class TorchRunner:
             on_progress(Progress(stage="convert", done=1.0, message="all variants are ready"))
 
     def _load_variant(self, variant: Variant, on_fraction: OnFraction) -> None:
+        matrices = self._store.matrices(variant, on_fraction=on_fraction)
+        _page_in(matrices.values())
         self._weights[variant] = DecoderWeights.assemble(
             self._spec,
             variant,
-            matrices=self._store.matrices(variant, on_fraction=on_fraction),
+            matrices=matrices,
             vectors=self._vectors,
             embedding=self._embedding_of(variant),
             device=self._device,
@@ -289,3 +304,10 @@ class TorchRunner:
             assert table is not None
             self._embeddings[precision] = to_device(table, precision, self._device)
         return self._embeddings[precision]
+
+
+def _page_in(matrices: Iterable[Matrix]) -> None:
+    """Read a byte of every page, so that no pass waits for a disk."""
+    for matrix in matrices:
+        for tensor in matrix.tensors().values():
+            tensor.reshape(-1).view(torch.uint8)[::_PAGE_BYTES].max()

@@ -80,3 +80,15 @@ class StepPolicy(Protocol):
     """Decides each step's work. Called with the engine's lock held: it must be quick and never block."""
 
     def decide_step(self, state: StepState) -> StepDecision: ...
+
+
+class Weights(Protocol):
+    """Which variants are in memory, as the scheduler asks."""
+
+    def ready(self, variant: Variant) -> bool:
+        """Whether a pass of it may run now."""
+        ...
+
+    def want(self, variant: Variant, *, urgent: bool = True) -> None:
+        """Have it loaded beside the steps, unless it is there."""
+        ...

@@ -17,7 +17,7 @@ from paceline_engine.cache.quality import worst
 from paceline_engine.errors import UnknownOptionError
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import Logits, SequenceSlice
-from paceline_engine.schedule.base import SequenceKey, StepDecision, StepPolicy, StepState
+from paceline_engine.schedule.base import SequenceKey, StepDecision, StepPolicy, StepState, Weights
 from paceline_engine.schedule.default import urgency
 from paceline_engine.schedule.sequence import SequenceState
 from paceline_engine.timeline import VARIANT_CHANGED, StepTime, TimelineEvent
@@ -106,6 +106,7 @@ class Scheduler:
         policy: StepPolicy,
         *,
         variants: Sequence[Variant],
+        weights: Weights,
         max_prefill_tokens: int,
         max_sequences: int,
         max_pinned_share: float = 0.5,
@@ -113,6 +114,7 @@ class Scheduler:
         self.pool = pool
         self.policy = policy
         self._variants = frozenset(variants)
+        self._weights = weights
         self._max_prefill_tokens = max_prefill_tokens
         self._max_sequences = max_sequences
         self.pins = Pins(pool, max_share=max_pinned_share)
@@ -143,8 +145,10 @@ class Scheduler:
         """Choose the step's work and allocate its blocks. ``land`` must follow when it has run."""
         self._n_steps += 1
         self.pins.expire(now_s)
-        decoding = [sequence for sequence in self.sequences if sequence.decoding]
-        prefilling = [sequence for sequence in self.sequences if not sequence.decoding]
+        # Those whose variant is being loaded hold no blocks yet: to the others it is as if they had not come.
+        able = [sequence for sequence in self.sequences if self._weights.ready(sequence.variant)]
+        decoding = [sequence for sequence in able if sequence.decoding]
+        prefilling = [sequence for sequence in able if not sequence.decoding]
         if not decoding and not prefilling:
             return ()
         decision = self.policy.decide_step(self._state(now_s, decoding, prefilling))
@@ -246,7 +250,11 @@ class Scheduler:
                     remedy="let the step policy choose a variant that is loaded",
                 )
             sequence = self._sequences.get(key)
-            if sequence is not None and not sequence.variant_held:
+            if sequence is None or sequence.variant_held:
+                continue
+            if not self._weights.ready(variant):
+                self._weights.want(variant, urgent=False)  # the policy asks again while there is need
+            else:
                 self.set_variant(sequence, variant, now_s, why=decision.reasons.get(key, "the step policy"))
 
     def _select_decodes(self, decoding: Iterable[SequenceState], selection: _Selection, now_s: float) -> None:

@@ -6,7 +6,8 @@ same, token for token, with and without drafts, for every way of drawing. (Levia
 al., 2023, accept by the ratio of two probabilities instead, which keeps the distribution but not the tokens.)
 
 ``ngram`` and ``self_draft`` propose · ``acceptance`` and ``costs`` remember what that was worth · ``length``
-says how many drafts pay · ``stream`` is what is known of one stream · ``speculator`` puts them together.
+says how many drafts pay · ``stream`` is what is known of one stream, ``sessions`` what was said before it ·
+``speculator`` puts them together.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Evidence:
     drafter: DrafterKind
     level: int
     """How strong it is, in the drafter's own steps."""
+    earlier: bool = False
+    """It stands in an earlier text of the session, not in the stream's own."""
 
 
 ANY = Evidence(drafter=DrafterKind.SELF, level=-1)

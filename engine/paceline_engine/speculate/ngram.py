@@ -7,8 +7,10 @@ Prompt look-up decoding (Saxena, 2023) with the longest match, as suffix decodin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline_engine.mode import Drafter as DrafterKind
 from paceline_engine.speculate.base import DraftRequest, Evidence, Proposal
@@ -21,14 +23,26 @@ _GAP = -1
 """Stands between texts: no token, so that no match runs over it."""
 
 
+class Continuation(NamedTuple):
+    """What followed the latest tokens when they came before."""
+
+    n_matched: int
+    token_ids: list[int]
+    earlier: bool
+    """Whether it was in an earlier text of the session."""
+
+
 class TokenHistory:
     """A row of tokens that grows: earlier texts of the session, the prompt, the output."""
 
-    def __init__(self, earlier: Iterable[Sequence[int]] = ()) -> None:
-        parts = [token for text in earlier for token in (*text, _GAP)]
-        self._buffer = np.full(max(1024, 2 * len(parts)), _GAP, dtype=np.int64)
-        self._buffer[: len(parts)] = parts
-        self._n = self._start = len(parts)
+    def __init__(self, earlier: Iterable[Sequence[int] | npt.NDArray[np.int32]] = ()) -> None:
+        texts = [np.asarray(text, dtype=np.int64) for text in earlier]
+        self._n = self._start = sum(len(text) + 1 for text in texts)
+        self._buffer = np.full(max(1024, 2 * self._n), _GAP, dtype=np.int64)
+        at = 0
+        for text in texts:
+            self._buffer[at : at + len(text)] = text
+            at += len(text) + 1
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Take in what ``token_ids``, prompt and output of the stream, has gained."""
@@ -41,10 +55,10 @@ class TokenHistory:
         self._buffer[self._n : end] = new
         self._n = end
 
-    def continuation(self, most: int) -> tuple[int, list[int]]:
-        """The length of the longest match of the latest tokens, and up to ``most`` tokens that followed it.
+    def continuation(self, most: int) -> Continuation:
+        """The longest match of the latest tokens, and up to ``most`` tokens that followed it.
 
-        Of equally long matches the latest counts. Where it ends within the text that it continues, the
+        Of equally long matches the latest counts, so that the session's only do where they are longer. Where it ends within the text that it continues, the
         continuation goes on through itself, as in LZ77: a loop is continued for as long as is asked.
         """
         tokens = self._buffer[: self._n]
@@ -58,7 +72,7 @@ class TokenHistory:
                 break
             ends, length = longer, length + 1
         if not len(ends) or length < _LEAST_MATCH:
-            return 0, []
+            return Continuation(0, [], False)
         found: list[int] = []
         at = int(ends[-1])
         while len(found) < most:
@@ -67,7 +81,7 @@ class TokenHistory:
             if token == _GAP:
                 break
             found.append(token)
-        return length, found
+        return Continuation(length, found, at < self._start)
 
 
 class NgramDrafter:
@@ -79,15 +93,17 @@ class NgramDrafter:
     def _propose(self, request: DraftRequest) -> Proposal:
         history = request.stream.history
         history.follow(request.token_ids)
-        length, found = history.continuation(request.most)
+        length, found, earlier = history.continuation(request.most)
         return Proposal(
-            token_ids=tuple(found), evidence=tuple(evidence_of(length + place) for place in range(len(found)))
+            token_ids=tuple(found),
+            evidence=tuple(evidence_of(length + place, earlier=earlier) for place in range(len(found))),
         )
 
 
-def evidence_of(n_matched: int) -> Evidence:
+def evidence_of(n_matched: int, *, earlier: bool = False) -> Evidence:
     """Each doubling of the match speaks a step louder; a draft's match includes the drafts before it."""
-    return Evidence(drafter=DrafterKind.NGRAM, level=min(n_matched, _MOST_MATCH).bit_length())
+    level = min(n_matched, _MOST_MATCH).bit_length()
+    return Evidence(drafter=DrafterKind.NGRAM, level=level, earlier=earlier)
 
 
 def repetition(token_ids: Sequence[int]) -> float:

@@ -16,6 +16,7 @@ from paceline_engine.speculate.costs import PassCosts, PassKind
 from paceline_engine.speculate.length import Outlook
 from paceline_engine.speculate.ngram import NgramDrafter
 from paceline_engine.speculate.self_draft import Chain, DraftPass, SelfDrafter
+from paceline_engine.speculate.sessions import SessionKey, SessionTexts
 from paceline_engine.speculate.stream import DraftStream
 from paceline_engine.timeline import StepTime
 
@@ -49,6 +50,7 @@ class Speculator:
     """Drafts for the streams of a step, and learns from what became of the drafts.
 
     Args:
+        ready: whether a variant is in memory; until it is, nothing is drafted with it.
         adapt: draft as much as pays; else always as much as is allowed, with the n-gram drafter where its
             match is long (to measure acceptance, and in tests).
     """
@@ -59,16 +61,20 @@ class Speculator:
         common_ids: Sequence[int],
         *,
         clock: Callable[[], float],
+        ready: Callable[[Variant], bool] = lambda _: True,
         adapt: bool = True,
     ) -> None:
         self._ngram = NgramDrafter()
         self._self = SelfDrafter(runner, common_ids, clock)
         self._known = Acceptance(_first_guess, prior_weight=_PRIOR_WEIGHT, memory=_MEMORY_STEPS)
         self._costs = PassCosts()
+        self._ready = ready
+        self.sessions = SessionTexts(clock)
         self._adapt = adapt
 
-    def new_stream(self) -> DraftStream:
-        return DraftStream(self._known)
+    def new_stream(self, session: SessionKey | None = None) -> DraftStream:
+        """What is known of a stream that begins, with what was said in its session."""
+        return DraftStream(self._known, earlier=() if session is None else self.sessions.earlier(session))
 
     def observe(self, step: StepTime) -> None:
         """Learn what a pass cost."""
@@ -106,9 +112,10 @@ class Speculator:
         """The n-gram proposal, as far as it pays, and whether to draft with the model instead."""
         speculation = request.speculation
         can_self = (
-            speculation.drafter is DrafterKind.SELF
+            speculation.draft_variant is not None
             and speculation.draft_variant != request.target
             and request.stream.self_drafts
+            and self._ready(speculation.draft_variant)
         )
         if not self._adapt:
             trusted = bool(ngram.evidence) and ngram.evidence[0].level >= _LONG_MATCH
@@ -201,4 +208,5 @@ def _first_guess(evidence: Evidence) -> float:
         return 0.8
     if evidence.drafter is DrafterKind.SELF:
         return (0.35, 0.55, 0.7, 0.8, 0.9, 0.96, 0.99)[evidence.level]
-    return min(0.95, 0.2 + 0.14 * evidence.level)
+    guess = min(0.95, 0.2 + 0.14 * evidence.level)
+    return 0.6 * guess if evidence.earlier else guess

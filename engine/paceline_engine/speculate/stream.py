@@ -8,6 +8,7 @@ from paceline_engine.mode import Drafter as DrafterKind
 from paceline_engine.speculate.acceptance import Acceptance
 from paceline_engine.speculate.base import ANY, Proposal
 from paceline_engine.speculate.ngram import TokenHistory
+from paceline_engine.speculate.sessions import Ids
 
 _PRIOR_WEIGHT = 6.0
 _MEMORY_STEPS = 32
@@ -16,7 +17,7 @@ _MEMORY_STEPS = 32
 class DraftStream:
     """One stream's tokens as the drafters see them, and how its drafts have fared."""
 
-    def __init__(self, known: Acceptance, *, earlier: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, known: Acceptance, *, earlier: Sequence[Ids] = ()) -> None:
         self.acceptance = Acceptance(known.estimate, prior_weight=_PRIOR_WEIGHT, memory=_MEMORY_STEPS)
         self.history = TokenHistory(earlier)
         self.likely_ids: set[int] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +87,34 @@ class HashRunner:
         logits = logits_of(seen)
         self.change_row(seen, logits)
         return logits
+
+
+class LateRunner(HashRunner):
+    """Has bf16; loads another variant once ``let`` allows, or fails as ``error`` says."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.variants = (Variant.FP32, Variant.BF16, Variant.INT8, Variant.FP8, Variant.INT4)
+        self.loaded: tuple[Variant, ...] = (Variant.BF16,)
+        self.let = threading.Semaphore(0)
+        self.error: Exception | None = None
+        self.order: list[Variant] = []
+
+    def load_variant(self, variant: Variant) -> None:
+        self.order.append(variant)
+        assert self.let.acquire(timeout=20)
+        if self.error is not None:
+            raise self.error
+        self.loaded += (variant,)
+
+    def bytes_per_variant(self) -> dict[Variant, int]:
+        return dict.fromkeys(self.variants, 500_000_000)
+
+    def settle(self) -> None:
+        """Wait until the load that ``let`` allowed has ended."""
+        for thread in threading.enumerate():
+            if thread.name == "paceline-loading":
+                thread.join(20)
 
 
 def logits_of(words: Iterable[object]) -> torch.Tensor:
@@ -246,6 +275,16 @@ def make_bench() -> Callable[..., Bench]:
         return Bench(runner, EngineConfig(**config), policy)  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def late_bench() -> Iterator[Bench]:
+    """Over a runner that loads variants late."""
+    runner = LateRunner()
+    yield Bench(runner)
+    for _ in range(9):  # no thread may outlive its test
+        runner.let.release()
+    runner.settle()
 
 
 @pytest.fixture

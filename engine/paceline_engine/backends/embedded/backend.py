@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig
-from paceline_engine.backends.embedded.messages import Pin, RenewPolicy, Unpin, check_portable, portable
+from paceline_engine.backends.embedded.messages import EndSession, Pin, RenewPolicy, Unpin, check_portable, portable
 from paceline_engine.backends.embedded.session import Call, Item, Session
 from paceline_engine.backends.embedded.stream import (
     EmbeddedStream,
@@ -207,6 +207,12 @@ class EmbeddedBackend:
         check_owner(self._owner_pid)
         if (session := self._supervisor.current) is not None:
             session.transport.send(Unpin(pin_id=pin_id))
+
+    def end_session(self, session: str, *, salt: str = "") -> None:
+        """Forget what was said in a session. See ``base.Remembering``."""
+        check_owner(self._owner_pid)
+        if (worker := self._supervisor.current) is not None:
+            worker.transport.send(EndSession(session=session, salt=salt))
 
     def renew_step_policy(self, numbers: Mapping[str, Any]) -> None:
         """Give the step policy's factory new numbers, now and for workers to come. Never blocks.

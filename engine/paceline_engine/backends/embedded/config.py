@@ -32,8 +32,10 @@ class EmbeddedConfig:
     variants: tuple[Variant, ...] = (Variant.BF16, Variant.INT8, Variant.INT4)
     """What plans may ask for, best quality first."""
     lazy: bool = False
-    """Load a variant when it is first used: a quicker start and less memory, but that first pass waits.
-    What was never converted is converted at the start all the same."""
+    """Load a variant when it is first used: less memory, and a slightly quicker start. It loads beside the
+    steps: streams of other variants go on, and the first request for it waits until it is there. A load that
+    fails ends the requests that wait for it. What was never converted is converted at the start all the same.
+    """
     speculations: tuple[Speculation, ...] | None = None
     """Ways to draft that are offered to plans. Default: ``int4`` drafting for the others, with repeated text
     first, where it is loaded beside another variant; and repeated text alone."""

@@ -18,6 +18,7 @@ from paceline_engine.backends.embedded.messages import (
     Command,
     Compare,
     Died,
+    EndSession,
     Event,
     Pin,
     RenewPolicy,
@@ -61,6 +62,8 @@ class SteppingEngine(Protocol):
     ) -> int: ...
 
     def unpin(self, pin_id: str) -> None: ...
+
+    def end_session(self, session: str, *, salt: str = "") -> None: ...
 
     def snapshot(
         self, token_ids: tuple[int, ...], *, salt: str = "", adapter: str | None = None
@@ -193,6 +196,8 @@ class EngineLoop:
                 )
             case Unpin(pin_id=pin_id):
                 self._engine.unpin(pin_id)
+            case EndSession(session=session, salt=salt):
+                self._engine.end_session(session, salt=salt)
             case RenewPolicy(numbers=numbers):
                 if self._policy is not None:
                     self._policy.renew(numbers)
@@ -202,8 +207,8 @@ class EngineLoop:
     def _step(self) -> StepOutput:
         began_s = time.monotonic()
         output = self._engine.step()
-        if output == _NOTHING and time.monotonic() - began_s < 1e-4:
-            # Work that cannot run yet (no free block): let the commands that would free it in.
+        if output == _NOTHING and time.monotonic() - began_s < 5e-4:
+            # Work that cannot run yet (no free block, weights that load): let in what would change that.
             self._wake.wait(0.001)
             self._wake.clear()
         return output

@@ -80,6 +80,12 @@ class Unpin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndSession:
+    session: str
+    salt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RenewPolicy:
     numbers: Mapping[str, Any]
 
@@ -89,7 +95,9 @@ class Close:
     pass
 
 
-Command = Submit | Abort | ChangeVariant | TakeSnapshot | Compare | Pin | Unpin | RenewPolicy | Close
+Command = (
+    Submit | Abort | ChangeVariant | TakeSnapshot | Compare | Pin | Unpin | EndSession | RenewPolicy | Close
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -254,6 +254,9 @@ class ScriptedEngine:
         with self._lock:
             self._pins.pop(pin_id, None)
 
+    def end_session(self, session: str, *, salt: str = "") -> None:
+        """It drafts nothing, and keeps nothing of sessions."""
+
     def snapshot(self, token_ids: tuple[int, ...], *, salt: str = "", adapter: str | None = None) -> Snapshot:
         with self._lock:
             return Snapshot(
