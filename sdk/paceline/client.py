@@ -22,7 +22,7 @@ from paceline.pin import PrefixPin
 from paceline.policy import Ask, Policy, Served
 from paceline.progress import default_progress
 from paceline.turn import AsyncTurn, Messages, Ready, Tools
-from paceline_engine.backends.base import Backend, ModelInfo, OnProgress, Pinning
+from paceline_engine.backends.base import Backend, ModelInfo, OnProgress, Pinning, Remembering
 from paceline_engine.chunk import Usage
 from paceline_engine.errors import ClosedError, InvalidValueError, MissingExtraError, UnknownOptionError
 from paceline_engine.mode import Mode, Variant
@@ -308,6 +308,18 @@ class AsyncClient:
             return usage
 
         return (await asyncio.gather(*(one(served) for served in ready.served.values())))[0]
+
+    def end_session(self, session: str, *, salt: str = "") -> None:
+        """Forget what was said in a session; see the option ``session``. An unknown one is ignored.
+
+        Raises:
+            ClosedError: the client was closed, or belongs to the parent process.
+        """
+        self._check_usable()
+        if self._ready is not None:
+            for served in self._ready.served.values():
+                if isinstance(served.backend, Remembering):
+                    served.backend.end_session(session, salt=salt)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -55,8 +55,9 @@ class GenerateOptions(TypedDict, total=False):
     salt: str
     """Prefixes are shared only between requests of the same salt: one for each tenant."""
     session: str
-    """Names the conversation, or the row of them, that the call belongs to: text that its earlier calls held is
-    drafted where it comes again, also when the prompt no longer holds it. The answer is the same as without."""
+    """Names the conversation, or the row of them, that the call belongs to. Text of its earlier calls is
+    drafted where it comes again, also when the prompt no longer holds it; the answer is the same as without.
+    A session is one of its salt's, and is forgotten with ``client.end_session``, or after half an hour."""
     adapter: str | None
     """An adapter that the backend serves; the embedded engine serves none."""
     json_schema: Mapping[str, Any] | str | type[Any] | None

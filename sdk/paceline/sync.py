@@ -211,6 +211,10 @@ class Client:
             self._client.warm(messages, tools=tools, salt=salt, adapter=adapter, pin_s=pin_s)
         )
 
+    def end_session(self, session: str, *, salt: str = "") -> None:
+        """Forget what was said in a session. As ``AsyncClient.end_session``."""
+        self._client.end_session(session, salt=salt)
+
 
 class Turn:
     """``AsyncTurn`` without ``async``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from paceline_engine.core.generation import Choice, Generation
@@ -13,7 +13,6 @@ from paceline_engine.schedule.sequence import SequenceState
 from paceline_engine.speculate.base import DraftRequest, Proposal
 from paceline_engine.speculate.length import Pace
 from paceline_engine.speculate.speculator import Drafts, Planned, Speculator
-from paceline_engine.speculate.stream import DraftStream
 from paceline_engine.timeline import StepTime
 
 Requests = Mapping[str, Generation | Scoring]

@@ -58,12 +58,14 @@ class TokenHistory:
     def continuation(self, most: int) -> Continuation:
         """The longest match of the latest tokens, and up to ``most`` tokens that followed it.
 
-        Of equally long matches the latest counts, so that the session's only do where they are longer. Where it ends within the text that it continues, the
-        continuation goes on through itself, as in LZ77: a loop is continued for as long as is asked.
+        Of equally long matches the latest counts, so that one in an earlier text has to be longer than all of
+        the stream's own. Where it ends within the text that it continues, the continuation goes on through
+        itself, as in LZ77: a loop is continued for as long as is asked.
         """
         tokens = self._buffer[: self._n]
         # ends: where the token after an earlier occurrence of the latest ones stands
         ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1 if self._n else np.empty(0, dtype=np.int64)
+        ends = ends[tokens[ends] != _GAP]
         length = 1
         while len(ends) and length < _MOST_MATCH and length < self._n:
             longer = ends[ends > length]

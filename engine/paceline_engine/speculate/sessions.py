@@ -1,7 +1,8 @@
 """What was said in each session, for drafting what is said again, in a bounded memory.
 
-A session is named by its caller and belongs to one salt: no other session, and nobody of another salt, is ever
-drafted its words. It ends when its caller says so, when it has rested for long, or when others need its place.
+A session is named by its caller and belongs to one salt: no other session, and nobody of another salt, is
+ever drafted its words. It ends when its caller says so, when it has rested for long, or when others need its
+place.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Texts:
     parts: list[Ids] = field(default_factory=list[Ids])
     """What each generation added, oldest first."""
     latest: Ids = field(default_factory=lambda: _NOTHING)
-    """The beginning of the latest generation's prompt and output: what the next one repeats of it is not new."""
+    """How the latest generation's prompt and output begin: what the next one repeats of that is not new."""
     used_at_s: float = 0.0
 
 

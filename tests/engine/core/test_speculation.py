@@ -333,3 +333,53 @@ def test_soak(make_drafting: MakeBench, greedy_ids: GreedyIds, seed: int) -> Non
         cancelled = out.finish(name).reason is FinishReason.CANCELLED
         assert out.ids(name) == (ids[: len(out.ids(name))] if cancelled else ids), name
     assert bench.free == 17
+
+
+def accepted_in(bench: Any, name: str, prompt: Sequence[int], **fields: Any) -> int:
+    bench.submit(name, prompt, bench.plan(16, speculation=NGRAM), **fields)
+    bench.run()
+    return int(finish_of(bench, name).timeline.accepted_tokens)
+
+
+def test_a_session_drafts_what_was_said_in_it_and_nobody_else_s_words(
+    make_drafting: MakeBench, greedy_ids: GreedyIds
+) -> None:
+    """Text of an earlier request comes from its own session and salt alone; the tokens stay the same."""
+    bench = make_drafting()
+    expected = greedy_ids(PROMPT, 16)
+    for name, fields in {
+        "first": {"session": "s"},
+        "no session": {},
+        "another": {"session": "t"},
+        "another tenant": {"session": "s", "salt": "t"},
+    }.items():
+        assert accepted_in(bench, name, PROMPT, **fields) == 0, name
+    assert accepted_in(bench, "again", PROMPT, session="s") >= 10
+    bench.engine.end_session("s", salt="t")
+    assert accepted_in(bench, "still", PROMPT, session="s") >= 10
+    bench.engine.end_session("s")
+    assert accepted_in(bench, "ended", PROMPT, session="s") == 0
+    assert all(bench.out.ids(name) == expected for name in bench.out.chunks)
+
+
+def test_a_request_that_shares_nothing_leaves_nothing_in_its_session(make_drafting: MakeBench) -> None:
+    """Without the prefix cache, as in calibration, neither keeps nor drafts a session's words."""
+    bench = make_drafting()
+    for name in ("a", "b"):
+        plan = bench.plan(16, speculation=NGRAM, prefix_cache=False)
+        bench.submit(name, PROMPT, plan, session="s")
+        bench.run()
+        assert finish_of(bench, name).timeline.accepted_tokens == 0
+    assert len(bench.engine._speculator.sessions) == 0
+
+
+def test_a_cancelled_answer_counts_as_far_as_it_came(make_drafting: MakeBench) -> None:
+    """What was said before the caller left is drafted too."""
+    bench = make_drafting()
+    bench.submit("a", PROMPT, bench.plan(16, speculation=NGRAM), session="s")
+    bench.step(9)
+    bench.engine.abort("a")
+    bench.run()
+    n_said = len(bench.out.ids("a"))
+    assert n_said < 16
+    assert 0 < accepted_in(bench, "b", PROMPT, session="s") <= n_said

@@ -7,7 +7,7 @@ import pytest
 from paceline_engine.speculate.ngram import TokenHistory, repetition
 
 
-def continuation(token_ids: list[int], most: int) -> tuple[int, list[int]]:
+def continuation(token_ids: list[int], most: int) -> tuple[int, list[int], bool]:
     history = TokenHistory()
     history.follow(token_ids)
     return history.continuation(most)
@@ -15,33 +15,42 @@ def continuation(token_ids: list[int], most: int) -> tuple[int, list[int]]:
 
 def test_longest_match_wins_over_a_later_one() -> None:
     """What followed the longest occurrence of the latest tokens is proposed."""
-    assert continuation([1, 2, 3, 7, 8, 2, 3, 9, 5, 1, 2, 3], 2) == (3, [7, 8])
+    assert continuation([1, 2, 3, 7, 8, 2, 3, 9, 5, 1, 2, 3], 2) == (3, [7, 8], False)
 
 
 def test_the_later_of_two_equal_matches_wins() -> None:
     """Of equally long matches the latest is continued."""
-    assert continuation([1, 2, 7, 5, 1, 2, 8, 6, 1, 2], 1) == (2, [8])
+    assert continuation([1, 2, 7, 5, 1, 2, 8, 6, 1, 2], 1) == (2, [8], False)
 
 
 @pytest.mark.parametrize("token_ids", [[], [1], [1, 2, 3], [1, 2, 1]])
 def test_without_a_match_nothing_is_proposed(token_ids: list[int]) -> None:
     """One repeated token is no match, and neither is anything in a short or new text."""
-    assert continuation(token_ids, 4) == (0, [])
+    assert continuation(token_ids, 4) == (0, [], False)
 
 
 def test_a_loop_goes_on() -> None:
     """A continuation that reaches the end of the text goes on through itself."""
-    assert continuation([4, 1, 2, 3, 1, 2, 3], 8) == (3, [1, 2, 3, 1, 2, 3, 1, 2])
+    assert continuation([4, 1, 2, 3, 1, 2, 3], 8) == (3, [1, 2, 3, 1, 2, 3, 1, 2], False)
     assert continuation([5, 5, 5], 3)[1] == [5, 5, 5]
 
 
 def test_earlier_texts_are_searched_and_not_run_over() -> None:
-    """A match may lie in an earlier text of the session; it ends where that text ends."""
+    """A match may lie in an earlier text of the session; what ends there is continued by nothing."""
     history = TokenHistory([[1, 2, 3], [7, 8, 9, 4]])
     history.follow([5, 7, 8])
-    assert history.continuation(5) == (2, [9, 4])
+    assert history.continuation(5) == (2, [9, 4], True)
     history.follow([5, 7, 8, 2, 3])
-    assert history.continuation(5) == (2, [])
+    assert history.continuation(5) == (0, [], False)
+
+
+def test_the_stream_s_own_text_comes_before_earlier_ones() -> None:
+    """An earlier text serves only with a longer match than the stream's own text has."""
+    history = TokenHistory([[6, 7, 8, 9]])
+    history.follow([7, 8, 1, 7, 8])
+    assert history.continuation(1) == (2, [1], False)
+    history.follow([7, 8, 1, 7, 8, 2, 6, 7, 8])
+    assert history.continuation(1) == (3, [9], True)
 
 
 def test_growing_step_by_step_equals_reading_at_once() -> None:

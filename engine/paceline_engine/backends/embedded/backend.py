@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 
 from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
 from paceline_engine.backends.embedded.config import EmbeddedConfig
-from paceline_engine.backends.embedded.messages import EndSession, Pin, RenewPolicy, Unpin, check_portable, portable
+from paceline_engine.backends.embedded.messages import (
+    EndSession,
+    Pin,
+    RenewPolicy,
+    Unpin,
+    check_portable,
+    portable,
+)
 from paceline_engine.backends.embedded.session import Call, Item, Session
 from paceline_engine.backends.embedded.stream import (
     EmbeddedStream,
