@@ -113,6 +113,9 @@ def _forward(
         scored.append(scores)
         n_before += work.n_rows
     _draw([drawer for group in drawers for drawer in group], logits)
+    if logits.is_cuda and not any(drawers) and not any(scored):
+        # Nothing has waited for the device: without this a chunk of a prompt would seem to take no time.
+        torch.cuda.synchronize(logits.device)
     return tuple(
         WorkResult(work=work, draws=tuple(drawer.result for drawer in group), scores=scores)
         for work, group, scores in zip(part.work, drawers, scored, strict=True)

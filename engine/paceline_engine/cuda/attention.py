@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+FLASH_HEAD_DIM = 256
+"""The widest head of flash attention; widths are multiples of 8."""
 Window = int | None
 """Positions that a token attends to, itself among them; None for all before it."""
 
@@ -42,26 +44,19 @@ def flash_attention(
     Returns:
         as ``q``.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     n_sequences = used.shape[0]
     n_context = keys.shape[0] // n_sequences
     steps = torch.arange(n_sequences + 1, dtype=torch.int32, device=q.device)
-    result = varlen_attn(
+    return _flash(
         q,
         keys,
         values,
-        steps * n_rows,
-        steps * n_context,
-        n_rows,
-        n_context,
+        starts=(steps * n_rows, steps * n_context),
+        longest=(n_rows, n_context),
+        used=used,
         scale=scale,
-        window_size=_flash_window(window),
-        enable_gqa=True,
-        seqused_k=used,
+        window=window,
     )
-    assert isinstance(result, Tensor)
-    return result
 
 
 def masked_attention(
@@ -233,22 +228,16 @@ class UnequalPlan:
         keys, values = (cache.flatten(0, 1)[part.slots] for cache in (k_cache, v_cache))
         narrow = q.to(keys.dtype)
         if self.flash and keys.dtype == torch.bfloat16:
-            from torch.nn.attention.varlen import varlen_attn
-
-            mixed = varlen_attn(
+            return _flash(
                 narrow,
                 keys,
                 values,
-                self.device_query_starts,
-                part.device_starts,
-                _longest(self.query_starts),
-                _longest(part.starts),
+                starts=(self.device_query_starts, part.device_starts),
+                longest=(_longest(self.query_starts), _longest(part.starts)),
+                used=None,
                 scale=scale,
-                window_size=_flash_window(window),
-                enable_gqa=True,
-            )
-            assert isinstance(mixed, Tensor)
-            return mixed.float()
+                window=window,
+            ).float()
         out = torch.empty_like(q)
         for index, first in enumerate(part.first):
             begin, end = self.query_starts[index], self.query_starts[index + 1]
@@ -298,9 +287,44 @@ def _gather(
     )
 
 
-def _flash_window(window: Window) -> tuple[int, int]:
-    """Positions before and after a token that it sees; the causal mask stands at the end of the keys."""
-    return (-1 if window is None else window - 1, 0)
+def _flash(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    used: Tensor | None,
+    scale: float,
+    window: Window,
+) -> Tensor:
+    """Flash attention over packed sequences; the causal mask stands at the end of each one's keys.
+
+    It is the operator under ``torch.nn.attention.varlen``, without what that adds to each call, and the same
+    in versions of torch whose ``varlen`` has neither grouped heads nor ``used``.
+
+    Args:
+        starts, longest: of the queries, and of the keys.
+    """
+    before = -1 if window is None else window - 1
+    # A single query at the end sees all: said so, the heads of a group share the keys that are read, and
+    # long contexts are split between multiprocessors.
+    after = -1 if window is None and longest[0] == 1 else 0
+    result: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward.default(
+        q,
+        keys,
+        values,
+        *starts,
+        *longest,
+        0.0,  # dropout
+        window is None and after == 0,  # causal
+        False,  # return the mask
+        scale=scale,
+        window_size_left=before,
+        window_size_right=after,
+        seqused_k=used,
+    )
+    return result[0]
 
 
 def _longest(starts: Sequence[int]) -> int:

@@ -192,15 +192,20 @@ def cuda_capture(device: torch.device) -> Capture:
 
     def capture(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         # Libraries set themselves up in their first call, which must not be captured.
-        stream.wait_stream(torch.cuda.current_stream(device))
+        before = torch.cuda.current_stream(device)
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
             work()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        before.wait_stream(stream)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may use the device meanwhile: only this one's calls are watched.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            result = work()
+        try:
+            # Other threads of the process may use the device meanwhile: only this one's calls are watched.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                result = work()
+        finally:
+            # Where a capture fails, torch leaves its stream the current one.
+            torch.cuda.set_stream(before)
 
         def replay() -> Tensor:
             graph.replay()

@@ -20,7 +20,7 @@ _FP8_MAX = 448.0
 _INT8_MAX = 127.0
 _SMALLEST = torch.finfo(torch.float32).tiny
 _INT_MM_ROWS = 32
-"""``torch._int_mm`` takes more than 16 rows on CUDA; 32 fill a tile."""
+"""``torch._int_mm`` takes more than 16 rows on CUDA; 32 fill a tile, and whole tiles suit every version."""
 _TINYGEMM_ROWS = 64
 """Above it the 4-bit product, which unpacks the weights again for every 16 rows, loses to unpacking once."""
 
@@ -151,7 +151,7 @@ class DeviceInt8:
 
     def _sums(self, codes: Tensor) -> Tensor:
         """Exact products of whole numbers [M, K] with the weights' codes, fp32 [M or more, N]."""
-        missing = max(0, _INT_MM_ROWS - codes.shape[0])
+        missing = -codes.shape[0] % _INT_MM_ROWS
         if missing:
             codes = functional.pad(codes, (0, 0, 0, missing))
         sums = torch._int_mm(codes.to(torch.int8), self.weight.codes.t()).float()  # pyright: ignore[reportPrivateImportUsage]

@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline_engine.cuda.attention import UnequalPlan, UniformPlan, upload
+from paceline_engine.cuda.attention import FLASH_HEAD_DIM, UnequalPlan, UniformPlan, upload
 from paceline_engine.kernels import AttentionMeta
 from paceline_engine.model.base import Logits, SequenceSlice
 from paceline_engine.model.ops import AttentionPlan
 from paceline_engine.model.spec import LayerKind, ModelSpec
-
-_FLASH_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,8 +85,7 @@ class PlannedAttention:
     def of(cls, spec: ModelSpec, *, flash: bool) -> PlannedAttention:
         kinds = set(spec.layer_kinds or (LayerKind.FULL,))
         windows = {spec.sliding_window if kind is LayerKind.SLIDING else None for kind in kinds}
-        # Flash attention's own limits.
-        fits = spec.head_dim % 8 == 0 and spec.head_dim <= _FLASH_HEAD_DIM
+        fits = spec.head_dim % 8 == 0 and spec.head_dim <= FLASH_HEAD_DIM
         return cls(windows=frozenset(windows), flash=flash and fits)
 
     def plan(

@@ -123,6 +123,8 @@ def select_rows(matrix: Matrix, rows: Tensor) -> Matrix:
 
 
 def to_device(matrix: Matrix, variant: Variant, device: torch.device) -> Matrix:
+    """The matrix on ``device``; a size that is a tensor stays here, where reading it waits for nothing."""
     if device.type == "cpu":
         return matrix
-    return unpack({name: tensor.to(device) for name, tensor in matrix.tensors().items()}, variant)
+    tensors = matrix.tensors().items()
+    return unpack({name: part.to(device) if part.ndim else part for name, part in tensors}, variant)

@@ -77,6 +77,20 @@ def test_int4_layout_holds_the_stored_weights(shape: tuple[int, int]) -> None:
     assert error < 2**-8 * zero.abs().max()
 
 
+@pytest.mark.parametrize(("offset", "size"), [(0.0, 1.0), (3.0, 0.01), (-0.2, 50.0), (0.0, 1e-4)])
+def test_every_int4_value_is_the_stored_one_within_bf16(offset: float, size: float) -> None:
+    """tinygemm's multiply-add of code - 8, scale and zero errs by the rounding of the zero and its own."""
+    weight = pack_int4(random(40, 96, seed=7) * size + offset * size)
+    codes = matrices.tinygemm_codes(weight)
+    unpacked = torch.stack([codes >> 4, codes & 0xF], dim=-1).flatten(-2).double() - 8
+    scale, zero = matrices.tinygemm_scale_and_zero(weight).double().unbind(-1)  # [groups, N]
+    scale, zero = (part.T.repeat_interleave(INT4_GROUP, dim=1) for part in (scale, zero))
+    found = torch.addcmul(zero, unpacked, scale).bfloat16().double()
+    exact = weight.dequantize().double()
+    limit = 2**-8 * (zero.abs() + exact.abs()) * 1.01
+    assert bool(((found - exact).abs() <= limit).all())
+
+
 def test_int4_layout_agrees_with_torchs_own_operator() -> None:
     """torch's CPU form of the operator, given our scales and zeros, gives the stored weights' product."""
     weight = pack_int4(random(64, 128) + 0.2)
