@@ -13,19 +13,23 @@ from paceline_engine.errors import ModelLoadError
 from paceline_engine.model.spec import ModelSpec
 
 _GIB = 1 << 30
+_PASSING = ("out of memory", "invalid argument", "invalid configuration argument", "capturing", "CUBLAS")
+"""What CUDA says of errors after which the next call is as good as ever."""
 
 
 def device_is_lost(error: Exception) -> bool:
     """Whether nothing can run on the device after ``error``: an illegal access, or the device is gone.
 
-    CUDA answers every later call with the same error, so the process has to end. Memory that runs out, and
-    a library that refuses one call, are none of these.
+    CUDA answers every later call with the same error, so the process has to end. Memory that runs out, a
+    call that is refused for its arguments, and a library that refuses one, are none of these.
     """
+    first_line = str(error).partition("\n")[0]
+    if any(words in first_line for words in _PASSING):
+        return False
     kind: type[Exception] | None = getattr(torch, "AcceleratorError", None)
     if kind is not None:
         return isinstance(error, kind)
-    text = str(error)
-    return type(error) is RuntimeError and text.startswith("CUDA error: ") and "CUBLAS" not in text
+    return type(error) is RuntimeError and first_line.startswith("CUDA error: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,10 @@ def test_other_errors_pass_unchanged() -> None:
     ("error", "lost"),
     [
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure\nout of memory is another"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (torch.AcceleratorError("CUDA error: invalid configuration argument"), False),
+        (torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), False),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling"), False),
         (ValueError("x"), False),
