@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
+
+_DRIVER_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +86,15 @@ def summary(values: Sequence[float], unit: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Cores, instruction sets and memory speed, measured now."""
+    """Cores, instruction sets, memory speed, measured now, and graphics cards where there are any."""
+    cards = graphics_cards()
     return {
         "cores": cores(),
         "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
         "instruction_sets": instruction_sets(),
         "memory_gb_per_s": round(memory_speed_gb_per_s(), 1),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        **({"graphics_cards": cards} if cards else {}),
     }
 
 
@@ -107,6 +112,21 @@ def versions() -> dict[str, str]:
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def graphics_cards() -> list[str]:
+    """Names of NVIDIA's cards, as their driver's own tool tells them."""
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_DRIVER_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in told.stdout.splitlines() if line.strip()]
 
 
 def instruction_sets() -> list[str]:

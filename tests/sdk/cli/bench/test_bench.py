@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cli import bench
 from paceline.cli.bench import overhead
-from paceline.cli.bench.base import BenchReport, Goal, summary
+from paceline.cli.bench.base import BenchReport, Goal, graphics_cards, machine, summary
 from paceline.cli.bench.trajectories import load_turns, spread
 
 
@@ -34,6 +34,21 @@ def test_check_fails_where_a_goal_is_missed(
     assert said["results"]["delay"] == {"unit": "ms", "minimum": 1.0, "median": 2.0, "maximum": 3.0, "n": 3}
     assert said["goals"][0]["met"] is met
     assert ("goal missed: delay is 3" in printed.err) is not met
+
+
+@pytest.mark.parametrize(("status", "cards"), [(0, ["NVIDIA H200", "NVIDIA L4"]), (9, [])])
+def test_graphics_cards_are_named_where_their_driver_tells_them(
+    status: int, cards: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One a line of the driver's tool; none where it fails or is not there."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho NVIDIA H200\necho NVIDIA L4\nexit {status}\n", encoding="utf-8")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert graphics_cards() == cards
+    assert machine().get("graphics_cards", []) == cards
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert graphics_cards() == []
 
 
 def test_the_table_shows_figures_of_one_value_too(capsys: pytest.CaptureFixture[str]) -> None:
