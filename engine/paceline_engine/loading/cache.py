@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import platformdirs
-
 
 def cache_dir() -> Path:
     """``$PACELINE_CACHE``, or the user's cache folder of this platform."""
-    chosen = os.environ.get("PACELINE_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("paceline"))
+    if chosen := os.environ.get("PACELINE_CACHE"):
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("paceline"))
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,13 @@ NO_GPU = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def check() -> ModuleType:
+def check() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent)
+        yield _imported()
+
+
+def _imported() -> ModuleType:
     spec = importlib.util.spec_from_file_location("check_cuda", Path(__file__).with_name("check_cuda.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -32,19 +38,14 @@ def check() -> ModuleType:
     return module
 
 
-def bench_on_cpu(check: ModuleType, model: Any, folder: Path, **options: Any) -> Any:
-    def capture(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        work()
-        return work
-
+def bench_on_cpu(check: ModuleType, model: Any, folder: Path, *, n_tokens: int = 24) -> Any:
     return check.Bench(
-        str(model.safetensors),
+        model,
         torch.device("cpu"),
         folder,
-        n_tokens=24,
+        n_tokens=n_tokens,
         support=Support(int8=True, fp8=True),
-        capture=capture,
-        **options,
+        capture=check.rehearse,
     )
 
 
@@ -59,29 +60,96 @@ def test_without_a_device_the_check_says_so_and_does_not_pass(
     assert "no CUDA device: nothing was checked" in printed.err
 
 
+def failed(checks: Iterable[Any]) -> list[tuple[str, float, str | None]]:
+    return [(one.name, one.value, one.error) for one in checks if not one.holds]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "random weights"])
 def test_the_check_runs_through_on_a_cpu_and_holds(
-    check: ModuleType, tiny_model: Any, tmp_path: Path
+    kind: str,
+    check: ModuleType,
+    tiny_model: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every part of it works on the operators of a GPU, and prints as JSON."""
-    report = check.examine(bench_on_cpu(check, tiny_model("llama"), tmp_path))
-    failed = [one for one in report["checks"] if not one["holds"]]
-    assert not failed
+    """Every part of it works on the operators of a GPU, says each check's figures and prints as JSON."""
+    monkeypatch.setattr(check, "N_TOKENS", 12)
+    stand_in = check.stand_in.StandIn(spec=check.stand_in.SMALL)
+    model = str(tiny_model("llama").safetensors) if kind == "checkpoint" else stand_in
+    report = check.examine(bench_on_cpu(check, model, tmp_path))
+    assert [one for one in report["checks"] if not one["holds"]] == []
     assert report["holds"]
     assert report["captured_steps"] > 0
     assert {"fp32", "bf16", "int8", "fp8", "int4"} < set(report["results"])
     assert json.loads(json.dumps(report)) == report
+    said = capsys.readouterr().err
+    assert all(f"ok     {one['name']}: " in said for one in report["checks"])
 
 
-def test_the_check_fails_where_the_device_is_wrong(
-    check: ModuleType, tiny_model: Any, tmp_path: Path
-) -> None:
-    """Logits that are a tenth off are found, in prefill and in decode steps."""
-    bench = bench_on_cpu(check, tiny_model("llama"), tmp_path)
+@pytest.fixture
+def bench(check: ModuleType, tmp_path: Path) -> Any:
+    return bench_on_cpu(check, check.stand_in.StandIn(spec=check.stand_in.SMALL), tmp_path)
+
+
+def test_the_check_fails_where_the_device_is_wrong(check: ModuleType, bench: Any) -> None:
+    """Logits that are a tenth off are found, in prefill, in decode steps and in mixed passes."""
     right = bench.gpu.forward
     bench.gpu.forward = lambda *args, **options: right(*args, **options) * 1.1
-    failed = [one.name for one in check.check_logits(bench) if not one.holds]
-    assert "fp32: error of a prefill" in failed
-    assert "bf16: error of eight decode steps" in failed
+    names = [name for name, _, _ in failed(check.check_logits(bench))]
+    assert "fp32: error of a prefill" in names
+    assert "bf16: error of eight decode steps" in names
+    assert "int8: error of verifying eight tokens beside a prefill" in names
+
+
+def test_the_check_fails_where_captured_steps_are_wrong(check: ModuleType, bench: Any) -> None:
+    """A replay that gives another step's result is found."""
+
+    def capture(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        result = work()
+        return lambda: result + 0.1 * torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
+
+    bench.capture = capture
+    names = [name for name, _, _ in failed(check.check_capture(bench))]
+    assert "bf16: error by capturing a step of 1" in names
+    assert "int4: error by capturing a step of 3" in names
+
+
+def test_a_part_that_breaks_off_fails_and_the_others_go_on(
+    check: ModuleType, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was checked before stays, the error is named, and the whole does not hold."""
+    monkeypatch.setattr(check, "PARTS", (check.check_logits, check.check_capture))
+    monkeypatch.setattr(check, "BATCHES", (1, 4))
+    right, calls = bench.gpu.forward, []
+
+    def forward(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(args[1])
+        if len(calls) == 40:
+            raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+        return right(*args, **options)
+
+    bench.gpu.forward = forward
+    report = check.examine(bench)
+    broken = [one for one in report["checks"] if one["error"]]
+    assert [one["error"] for one in broken] == ["RuntimeError: CUBLAS_STATUS_EXECUTION_FAILED"]
+    assert report["checks"].index(broken[0]) > 0
+    assert report["checks"][-1]["name"] == "measured variants"
+    assert not report["holds"]
+
+
+def test_a_rehearsal_never_passes(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU the status is that of a machine without a GPU, though every check holds."""
+    small = check.stand_in.StandIn(spec=check.stand_in.SMALL)
+    monkeypatch.setattr(check, "chosen_model", lambda name: small)
+    monkeypatch.setattr(check, "PARTS", (check.check_units,))
+    monkeypatch.setattr(check, "measure", lambda bench: dict.fromkeys(check.VARIANTS, 0.0))
+    assert check.main(["--device", "cpu", "--cache", str(tmp_path)]) == 77
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["holds"]
+    assert "no GPU was checked" in printed.err
 
 
 @NO_GPU
