@@ -110,6 +110,7 @@ class GenerationRequest:
     salt: str = ""
     """Requests share cached prefixes only with requests of the same salt (one per tenant)."""
     adapter: str | None = None
+    """The name of a LoRA adapter that the backend serves; None for the model itself."""
     session: str = ""
     """Where n-gram drafts may come from beside the prompt: earlier requests of the same session and salt.
     Empty: from nowhere else, and nothing is kept."""

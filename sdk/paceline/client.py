@@ -59,6 +59,7 @@ class AsyncClient:
         on_progress: OnProgress | None = None,
         device: str | None = None,
         variants: Sequence[Variant | str] | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         kv_tokens: int | None = None,
         n_threads: int | None = None,
         host: Literal["process", "thread"] = "process",
@@ -75,10 +76,12 @@ class AsyncClient:
             slo: what turns get that name none; the default is ``SLO()``.
             profile: where predictions come from, see ``ProfileOption``, or a profile of your own.
             on_progress: told how far a slow start came; the default is a bar on a terminal's stderr.
-            device: for the embedded engine, as the next four: ``cpu``, ``cuda``, ``cuda:1``, or ``auto``,
+            device: for the embedded engine, as the next five: ``cpu``, ``cuda``, ``cuda:1``, or ``auto``,
                 the default: CUDA where there is one.
             variants: the precisions that a plan may ask for, best quality first; the default is ``bf16``,
                 ``int8`` and ``int4``. All of them are held in memory.
+            adapters: LoRA adapters, as folders that PEFT saved, by the names that calls give as
+                ``adapter=``; ``EmbeddedBackend.load_adapter`` adds others while it runs.
             kv_tokens: how many tokens the KV cache holds, for all running sequences together and the cached
                 prefixes; the default is 16,384, or less where the model's context is small.
             n_threads: threads of one step; the default is the physical cores that this process may use.
@@ -92,7 +95,13 @@ class AsyncClient:
             InvalidValueError: a value that is not allowed, or an option of the embedded engine beside
                 ``backend``. The engine's own options and the model are checked by ``start``.
         """
-        options = {"device": device, "variants": variants, "kv_tokens": kv_tokens, "n_threads": n_threads}
+        options = {
+            "device": device,
+            "variants": variants,
+            "adapters": adapters,
+            "kv_tokens": kv_tokens,
+            "n_threads": n_threads,
+        }
         given = {name: value for name, value in options.items() if value is not None}
         if backend is not None and (given or host != "process"):
             raise InvalidValueError(

@@ -59,7 +59,7 @@ class GenerateOptions(TypedDict, total=False):
     drafted where it comes again, also when the prompt no longer holds it; the answer is the same as without.
     A session is one of its salt's, and is forgotten with ``client.end_session``, or after half an hour."""
     adapter: str | None
-    """An adapter that the backend serves; the embedded engine serves none."""
+    """The name of an adapter that the backend serves."""
     json_schema: Mapping[str, Any] | str | type[Any] | None
     """A JSON schema, its text, or a pydantic model's class; ``Answer.parsed`` holds the answer's value."""
     regex: str | None

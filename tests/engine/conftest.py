@@ -13,6 +13,8 @@ import pytest
 
 FAMILIES = ("gemma3", "llama", "mistral", "qwen2", "qwen3")
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 CORPUS = (
     "the agent reads the answer of the tool and tells the user what it found",
     "the weather in Oslo is cold today, and the weather in Rome is warm",
@@ -43,6 +45,15 @@ class TinyModel:
     """The transformers model, in fp32 and in eval mode."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyAdapter:
+    """A random LoRA adapter as PEFT writes it."""
+
+    folder: Path
+    deltas: dict[str, Any]
+    """What it adds to each matrix, fp32, by the matrix's name in the checkpoint."""
+
+
 TinyModelFactory = Callable[..., TinyModel]
 """``(family, *, tensor_type="F32")``; quantized types go to all matrices."""
 
@@ -71,6 +82,54 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModelFactory:
             folder = tmp_path_factory.mktemp(f"{family}-{tensor_type}")
             made[key] = _make(family, tensor_type, folder)
         return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyAdapter]:
+    """Writes an adapter over some projections of a transformers model's layers."""
+
+    def make(
+        model: Any,
+        *,
+        seed: int = 0,
+        rank: int = 4,
+        alpha: float = 8.0,
+        targets: tuple[str, ...] = PROJECTIONS,
+        dtype: str = "float32",
+        **config: Any,
+    ) -> TinyAdapter:
+        import torch
+        from safetensors.torch import save_file
+
+        generator = torch.Generator().manual_seed(seed)
+        folder = tmp_path_factory.mktemp("adapter")
+        tensors: dict[str, Any] = {}
+        deltas: dict[str, Any] = {}
+        for name, weight in model.state_dict().items():
+            module = name.removesuffix(".weight")
+            if not name.endswith("_proj.weight") or module.rpartition(".")[2] not in targets:
+                continue
+            n_outputs, n_inputs = weight.shape
+            down = torch.randn((rank, n_inputs), generator=generator) / n_inputs**0.5
+            up = torch.randn((n_outputs, rank), generator=generator) / rank
+            down, up = (each.to(getattr(torch, dtype)) for each in (down, up))
+            tensors[f"base_model.model.{module}.lora_A.weight"] = down
+            tensors[f"base_model.model.{module}.lora_B.weight"] = up
+            scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+            deltas[name] = scale * up.float() @ down.float()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        described = {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": alpha,
+            "target_modules": list(targets),
+            "bias": "none",
+            **config,
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
+        return TinyAdapter(folder=folder, deltas=deltas)
 
     return make
 

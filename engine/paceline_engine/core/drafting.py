@@ -114,6 +114,7 @@ def _request(
         block_table=work.block_table,
         most=work.max_drafts,
         wanted=lambda: not sequence.removed,
+        adapter=sequence.adapter,
         others=tuple(pace for key, pace in paces.items() if key != sequence.key),
     )
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline_engine.cache.blocks import BlockPool
-from paceline_engine.cache.prefix import CacheScope
 from paceline_engine.core import validate
+from paceline_engine.core.adapters import Adapters
 from paceline_engine.core.base import EngineConfig, StepOutput
 from paceline_engine.core.drafting import DraftedStep, draft_step
 from paceline_engine.core.generation import Generation
@@ -89,6 +89,7 @@ class Engine:
             runner.copy_block,
             self._config.max_steps_recorded,
         )
+        self._adapters = Adapters(runner, model_fingerprint=self._config.model_fingerprint)
         self._n_arrived = 0
 
     @property
@@ -102,6 +103,7 @@ class Engine:
 
         Raises:
             InvalidValueError: the request or plan does not suit the model, or its grammar is not valid.
+            UnknownOptionError: its adapter is not loaded.
             MissingExtraError: it has a grammar, and the grammar library is not installed.
             PromptTooLongError: it can never fit the context or the KV cache.
             DeadlineExpiredError: the plan's deadline has passed.
@@ -164,6 +166,30 @@ class Engine:
         with self._lock:
             self._ledger.move(request_id, variant, self._clock())
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that are served."""
+        return self._adapters.names
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Serve a LoRA adapter under a name; requests that name it from now on use it.
+
+        Under a name that is taken it replaces the other, whose requests in flight end with it. What the
+        prefix cache holds is kept by the adapter's weights: new ones find nothing of the old ones'.
+
+        Raises:
+            ModelError: it cannot be found or read, or is for another model.
+        """
+        self._adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve it no more; requests in flight end with it.
+
+        Raises:
+            UnknownOptionError: no adapter of that name is loaded.
+        """
+        self._adapters.unload(name)
+
     def pin(
         self,
         pin_id: str,
@@ -179,7 +205,7 @@ class Engine:
         what is not cached, nothing is kept. A pin of the same id is replaced. Pins end early, oldest
         first, where nothing else could run without their blocks.
         """
-        scope = CacheScope(model=self._config.model_fingerprint, adapter=adapter, salt=salt)
+        scope = self._adapters.scope(self._adapters.get(adapter), salt)
         with self._lock:
             now_s = self._clock()
             self._scheduler.pins.expire(now_s)
@@ -196,7 +222,7 @@ class Engine:
 
     def snapshot(self, token_ids: Sequence[int], *, salt: str = "", adapter: str | None = None) -> Snapshot:
         """The state now, with how much of a prompt is cached. Does not wait for a running pass."""
-        scope = CacheScope(model=self._config.model_fingerprint, adapter=adapter, salt=salt)
+        scope = self._adapters.scope(self._adapters.get(adapter), salt)
         with self._lock:
             self._scheduler.pins.expire(self._clock())
             running = [one for one in self._scheduler.sequences if one.decoding]
@@ -308,7 +334,7 @@ class Engine:
         weight: int = 1,
     ) -> SequenceState:
         token_ids = list(request.prompt.token_ids)
-        scope = CacheScope(model=self._config.model_fingerprint, adapter=request.adapter, salt=request.salt)
+        adapter = self._adapters.get(request.adapter)
         return SequenceState(
             SequenceKey(request_id=request.id, index=0),
             token_ids,
@@ -316,7 +342,8 @@ class Engine:
             plan=plan,
             arrival=0,
             submitted_at_s=submitted_at_s,
-            scope=scope if plan.mode.prefix_cache else None,
+            scope=self._adapters.scope(adapter, request.salt) if plan.mode.prefix_cache else None,
+            adapter=adapter,
             scored=scored,
             weight=weight,
         )

@@ -95,13 +95,6 @@ def _check_common(request: GenerationRequest | ScoreRequest, plan: Plan, runner:
     speculation = plan.mode.speculation
     if speculation is not None and speculation.draft_variant is not None:
         check_variant(speculation.draft_variant, runner.variants)
-    if request.adapter is not None:
-        raise UnknownOptionError(
-            "adapter",
-            observed=request.adapter,
-            limit="None, because this engine loads no adapters",
-            remedy="leave it out, or use a backend that serves the adapter",
-        )
     if not request.prompt.token_ids:
         raise InvalidValueError(
             "prompt",

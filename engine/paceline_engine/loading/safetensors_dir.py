@@ -86,8 +86,6 @@ class SafetensorsCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor in the file's own type, Gemma's norms in fp32; [out, in] for matrices."""
-        import torch
-
         entry = self._entries.get(name)
         if entry is None:
             raise ModelLoadError(
@@ -96,8 +94,7 @@ class SafetensorsCheckpoint:
                 reason="is not in the checkpoint",
                 remedy="ask for one of tensor_names()",
             )
-        kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        tensor = torch.from_numpy(_read(entry)).view(kinds[entry.type_name]).reshape(entry.shape)
+        tensor = read_tensor(entry)
         if self._spec.family == "gemma3" and name.endswith("norm.weight"):
             # Gemma's RMSNorm multiplies by 1 + w, in fp32
             tensor = tensor.float() + 1
@@ -107,7 +104,7 @@ class SafetensorsCheckpoint:
         entries: dict[str, SafetensorsEntry] = {}
         for header in self._headers:
             for name, entry in header.tensors.items():
-                known = _text_name(name)
+                known = text_name(name)
                 if known is None or (known == "lm_head.weight" and self._spec.tied_embeddings):
                     continue
                 if known in entries:
@@ -126,6 +123,18 @@ class SafetensorsCheckpoint:
                 raise ModelLoadError(
                     str(self._path), tensor=name, reason=f"is not in {shard}", remedy=FETCH_AGAIN
                 )
+
+
+def read_tensor(entry: SafetensorsEntry) -> torch.Tensor:
+    """The tensor in the file's own type.
+
+    Raises:
+        ModelLoadError: the file cannot be read any more, or changed on disk.
+    """
+    import torch
+
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return torch.from_numpy(_read(entry)).view(kinds[entry.type_name]).reshape(entry.shape)
 
 
 def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -191,7 +200,7 @@ def _shards(path: Path) -> list[str]:
     return shards
 
 
-def _text_name(name: str) -> str | None:
+def text_name(name: str) -> str | None:
     """The name in a text-only checkpoint; None for the parts that read images."""
     if name.startswith(_OTHER_PARTS) or name.endswith("rotary_emb.inv_freq"):
         return None

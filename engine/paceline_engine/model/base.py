@@ -13,6 +13,8 @@ from paceline_engine.model.spec import ModelSpec
 if TYPE_CHECKING:
     import torch
 
+    from paceline_engine.model.adapter import Adapter
+
 
 class Logits(StrEnum):
     """Which of a slice's tokens need logits."""
@@ -32,6 +34,8 @@ class SequenceSlice:
     block_table: Sequence[int]
     """KV block of each ``block_size`` positions; covers ``position + len(token_ids)``."""
     logits: Logits = Logits.LAST
+    adapter: Adapter | None = None
+    """What is added to the weights for these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,6 +80,14 @@ class ModelRunner(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in all layers (copy on write)."""
+        ...
+
+    def read_adapter(self, path: str) -> Adapter:
+        """Read a LoRA adapter for this model, in any thread, while passes run.
+
+        Raises:
+            ModelError: it cannot be found or read, or is for another model.
+        """
         ...
 
 

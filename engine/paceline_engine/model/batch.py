@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline_engine.cuda.attention import FLASH_HEAD_DIM, UnequalPlan, UniformPlan, upload
 from paceline_engine.kernels import AttentionMeta
+from paceline_engine.model.adapter import AdaptedRows, adapted_rows
 from paceline_engine.model.base import Logits, SequenceSlice
 from paceline_engine.model.ops import AttentionPlan
 from paceline_engine.model.spec import LayerKind, ModelSpec
@@ -29,6 +30,10 @@ class PackedBatch:
     meta: AttentionMeta | AttentionPlan
     logit_rows: Tensor | None
     """int64 [R]: the tokens whose logits are asked for; None where all are."""
+    adapted: tuple[AdaptedRows, ...] = ()
+    """Of the T tokens."""
+    adapted_logits: tuple[AdaptedRows, ...] = ()
+    """Of the R tokens."""
 
     @classmethod
     def pack(
@@ -63,6 +68,7 @@ class PackedBatch:
                 block_tables=upload(tables, device),
             )
         rows = _logit_rows(slices, starts)
+        adapters = [item.adapter for item in slices]
         token_ids = np.concatenate([np.asarray(item.token_ids, dtype=np.int64) for item in slices])
         return cls(
             token_ids=upload(token_ids, device),
@@ -70,6 +76,8 @@ class PackedBatch:
             slots=upload(slots, device),
             meta=meta,
             logit_rows=None if len(rows) == n_tokens else upload(rows, device),
+            adapted=adapted_rows(adapters, sequence, device),
+            adapted_logits=adapted_rows(adapters, sequence[rows], device),
         )
 
 

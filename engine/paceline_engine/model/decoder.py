@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline_engine import kernels
+from paceline_engine.model.adapter import AdaptedRows
 from paceline_engine.model.batch import PackedBatch
 from paceline_engine.model.kv import PagedKV
 from paceline_engine.model.ops import attention, linear
@@ -49,22 +50,25 @@ class Decoder:
         normed = kernels.rms_norm(residual, weights.layers[0].attention_norm, spec.norm_eps)
         for index, layer in enumerate(weights.layers):
             mixed = self._attend(index, layer, normed, rotations[self._kinds[index]], batch, kv)
+            adapted = batch.adapted
             is_last = index + 1 == spec.n_layers
             if is_last and batch.logit_rows is not None:
                 # Past the last KV write only the rows whose logits are asked for matter.
                 mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
+                adapted = batch.adapted_logits
                 if not mixed.shape[0]:
                     return mixed.new_empty((0, spec.hidden_size))
             normed = kernels.residual_norm(
-                _add_bias(self._linear(mixed, layer.o), layer.o_bias),
+                _add_bias(self._multiply(mixed, layer.o, f"layers.{index}.o", adapted), layer.o_bias),
                 residual,
                 layer.ffn_norm,
                 spec.norm_eps,
                 post_weight=layer.post_attention_norm,
             )
-            gated = kernels.gated_activation(self._linear(normed, layer.gate_up), spec.activation)
+            inner = self._multiply(normed, layer.gate_up, f"layers.{index}.gate_up", adapted)
+            gated = kernels.gated_activation(inner, spec.activation)
             normed = kernels.residual_norm(
-                self._linear(gated, layer.down),
+                self._multiply(gated, layer.down, f"layers.{index}.down", adapted),
                 residual,
                 weights.final_norm if is_last else weights.layers[index + 1].attention_norm,
                 spec.norm_eps,
@@ -85,7 +89,7 @@ class Decoder:
         spec = self._spec
         keys, values = kv.layers[index]
         q = kernels.rope_and_cache(
-            self._linear(normed, layer.qkv),
+            self._multiply(normed, layer.qkv, f"layers.{index}.qkv", batch.adapted),
             *rotation,
             batch.slots,
             keys,
@@ -99,6 +103,12 @@ class Decoder:
         window = spec.sliding_window if self._kinds[index] is LayerKind.SLIDING else None
         mixed = attention(q, keys, values, batch.meta, scale=spec.attention_scale, window=window)
         return mixed.flatten(1)
+
+    def _multiply(self, x: Tensor, matrix: Matrix, part: str, adapted: tuple[AdaptedRows, ...]) -> Tensor:
+        y = self._linear(x, matrix)
+        for each in adapted:
+            each.add_to(y, x, part)
+        return y
 
 
 def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:

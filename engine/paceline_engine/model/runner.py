@@ -14,8 +14,10 @@ from paceline_engine.backends.base import OnProgress, Progress
 from paceline_engine.cuda.faults import MemoryBudget, memory_explained
 from paceline_engine.cuda.graphs import Capture, DecodeGraphs, DecodeInputs, Sizes, cuda_capture
 from paceline_engine.cuda.support import Support
+from paceline_engine.loading.adapter_files import read_adapter
 from paceline_engine.loading.base import Checkpoint
 from paceline_engine.mode import Variant
+from paceline_engine.model.adapter import Adapter
 from paceline_engine.model.base import Logits, SequenceSlice, Vocabulary
 from paceline_engine.model.batch import PackedBatch, PlannedAttention
 from paceline_engine.model.decoder import Decoder
@@ -225,7 +227,10 @@ class TorchRunner:
         """What a captured step gives, fp32 [S, hidden]; None where there is none for these slices."""
         if self._graphs is None:
             return None
-        if any(len(item.token_ids) > 1 or item.logits is Logits.NONE for item in slices):
+        if any(
+            len(item.token_ids) > 1 or item.logits is Logits.NONE or item.adapter is not None
+            for item in slices
+        ):
             return None
         return self._graphs.run(variant, slices)
 
@@ -240,6 +245,10 @@ class TorchRunner:
             logit_rows=None,
         )
         return self._decoder.forward(batch, self._weights[variant], self._kv)
+
+    def read_adapter(self, path: str) -> Adapter:
+        """See ``ModelRunner.read_adapter``."""
+        return Adapter.build(read_adapter(path), self._spec, device=self._device, support=self._support)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in all layers (copy on write)."""

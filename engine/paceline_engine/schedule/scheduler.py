@@ -64,6 +64,7 @@ class Work:
             position=self.sequence.n_computed,
             block_table=self.block_table,
             logits=self.logits,
+            adapter=self.sequence.adapter,
         )
 
 

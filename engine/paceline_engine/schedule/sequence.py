@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paceline_engine.cache.prefix import CacheScope, PrefixNode
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.schedule.base import SequenceKey, SequenceView
 from paceline_engine.timeline import StepTime, TimelineEvent
+
+if TYPE_CHECKING:
+    from paceline_engine.model.adapter import Adapter
 
 
 class SequenceState:
@@ -22,6 +27,7 @@ class SequenceState:
         arrival: int,
         submitted_at_s: float,
         scope: CacheScope | None,
+        adapter: Adapter | None = None,
         scored: bool = False,
         weight: int = 1,
     ) -> None:
@@ -34,6 +40,7 @@ class SequenceState:
         self.submitted_at_s = submitted_at_s
         self.scope = scope
         """None where the mode leaves the prefix cache out."""
+        self.adapter = adapter
         self.scored = scored
         """Its tokens are given, not drawn: it never decodes, and ends when all are computed."""
         self.weight = weight
@@ -103,6 +110,7 @@ class SequenceState:
             arrival=self.arrival,
             submitted_at_s=self.submitted_at_s,
             scope=self.scope,
+            adapter=self.adapter,
             scored=self.scored,
         )
         child.variant = self.variant

@@ -21,6 +21,7 @@ from paceline_engine.mode import Speculation, Variant
 from paceline_engine.speculate.length import Pace
 
 if TYPE_CHECKING:
+    from paceline_engine.model.adapter import Adapter
     from paceline_engine.sampling.rules import DrawRule
     from paceline_engine.speculate.stream import DraftStream
 
@@ -66,6 +67,7 @@ class DraftRequest:
     """Most draft tokens; at least 1."""
     wanted: Callable[[], bool]
     """False once the stream has been aborted."""
+    adapter: Adapter | None = None
     others: tuple[Pace, ...] = ()
     """Of the other streams in the step that have a target."""
 

@@ -116,6 +116,7 @@ def _slice(chain: Chain) -> SequenceSlice:
         position=len(known) - 1 + len(chain.token_ids),
         block_table=chain.request.block_table,
         logits=Logits.LAST,
+        adapter=chain.request.adapter,
     )
 
 

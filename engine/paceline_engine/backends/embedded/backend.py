@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
-from paceline_engine.backends.embedded.config import EmbeddedConfig
+from paceline_engine.backends.embedded.config import EmbeddedConfig, checked_adapters
 from paceline_engine.backends.embedded.messages import (
     EndSession,
     Pin,
@@ -221,6 +221,27 @@ class EmbeddedBackend:
         if (worker := self._supervisor.current) is not None:
             worker.transport.send(EndSession(session=session, salt=salt))
 
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> tuple[str, ...]:
+        """Serve a LoRA adapter that PEFT saved, also in workers to come; gives the names of all that are.
+
+        Under a name that is taken it replaces the other one, whose running streams end with it. Cached
+        prefixes are kept by an adapter's weights, so new ones find nothing of the old ones'.
+
+        Raises:
+            InvalidValueError: an empty name.
+            ModelError: it cannot be found or read, or is for another model; all stays as it was.
+        """
+        ((name, folder),) = checked_adapters({name: path}).items()
+        return await self._change_adapter(name, folder)
+
+    async def unload_adapter(self, name: str) -> tuple[str, ...]:
+        """Serve it no more; its running streams end with it.
+
+        Raises:
+            UnknownOptionError: no adapter of that name is loaded.
+        """
+        return await self._change_adapter(name, None)
+
     def renew_step_policy(self, numbers: Mapping[str, Any]) -> None:
         """Give the step policy's factory new numbers, now and for workers to come. Never blocks.
 
@@ -258,6 +279,18 @@ class EmbeddedBackend:
         if isinstance(request, ScoreRequest):
             return session, session.submit(request, plan, submitted_at_s=submitted_at_s)
         return session, session.submit(request, plan, submitted_at_s=submitted_at_s)
+
+    async def _change_adapter(self, name: str, path: str | None) -> tuple[str, ...]:
+        session = await self._ready()
+        call = session.change_adapter(name, path)
+        try:
+            await call.inbox.wait(None)
+        finally:
+            session.release(call)
+        names = _answer(call)
+        assert isinstance(names, tuple)
+        self._supervisor.keep_adapter(name, path)
+        return names
 
     async def _ready(self, on_progress: OnProgress | None = None) -> Session:
         check_owner(self._owner_pid)

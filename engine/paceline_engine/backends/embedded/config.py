@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -39,6 +40,9 @@ class EmbeddedConfig:
     speculations: tuple[Speculation, ...] | None = None
     """Ways to draft that are offered to plans. Default: ``int4`` drafting for the others, with repeated text
     first, where it is loaded beside another variant; and repeated text alone."""
+    adapters: Mapping[str, str] = field(default_factory=dict[str, str])
+    """LoRA adapters to serve from the start, as folders that PEFT saved, by the names that requests give
+    them. ``EmbeddedBackend.load_adapter`` adds others later."""
     kv_tokens: int | None = None
     """Tokens that the KV cache holds. Default: 16,384, less where the model's context is small."""
     n_blocks: int | None = None
@@ -86,6 +90,7 @@ class EmbeddedConfig:
         for name in ("step_policy_numbers", "source_options"):
             # A copy of our own: later changes of the caller's must not reach a worker to come.
             object.__setattr__(self, name, dict(getattr(self, name)))
+        object.__setattr__(self, "adapters", checked_adapters(self.adapters))
         for name in ("model", "name", "source"):
             if not getattr(self, name):
                 raise InvalidValueError(
@@ -161,6 +166,26 @@ def _variants(given: object) -> tuple[Variant, ...]:
             "variants", observed=given, limit="at least one, each of them once", remedy=remedy
         )
     return variants
+
+
+def checked_adapters(given: object) -> dict[str, str]:
+    """Names and absolute paths, of a mapping of names to paths.
+
+    Raises:
+        InvalidValueError: it is no such mapping.
+    """
+    try:
+        found = {name: os.path.abspath(os.fspath(path)) for name, path in given.items()}  # type: ignore[attr-defined]  # pyright: ignore
+    except (AttributeError, TypeError, ValueError):
+        found = {"": ""}
+    if not all(isinstance(name, str) and name for name in found):
+        raise InvalidValueError(
+            "adapters",
+            observed=given,
+            limit="a mapping of non-empty names to the paths of folders",
+            remedy="give each adapter the name that requests will use, as {'support': '/path/to/adapter'}",
+        )
+    return found
 
 
 def _check_speculations(speculations: tuple[Speculation, ...], variants: tuple[Variant, ...]) -> None:

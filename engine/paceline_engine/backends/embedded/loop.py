@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from paceline_engine.backends.base import ModelInfo
 from paceline_engine.backends.embedded.messages import (
     Abort,
+    AdapterChanged,
+    ChangeAdapter,
     ChangeVariant,
     Close,
     Command,
@@ -64,6 +66,13 @@ class SteppingEngine(Protocol):
     def unpin(self, pin_id: str) -> None: ...
 
     def end_session(self, session: str, *, salt: str = "") -> None: ...
+
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+
+    def load_adapter(self, name: str, path: str) -> None: ...
+
+    def unload_adapter(self, name: str) -> None: ...
 
     def snapshot(
         self, token_ids: tuple[int, ...], *, salt: str = "", adapter: str | None = None
@@ -198,6 +207,12 @@ class EngineLoop:
                 self._engine.unpin(pin_id)
             case EndSession(session=session, salt=salt):
                 self._engine.end_session(session, salt=salt)
+            case ChangeAdapter():
+                # Reading it takes a while; other commands must not wait for it.
+                change = threading.Thread(
+                    target=self._change_adapter, args=(command,), name="paceline-adapter", daemon=True
+                )
+                change.start()
             case RenewPolicy(numbers=numbers):
                 if self._policy is not None:
                     self._policy.renew(numbers)
@@ -251,6 +266,18 @@ class EngineLoop:
                 self._engine.submit(command.request, command.plan, submitted_at_s=command.submitted_at_s)
         except Exception as error:
             self._fail(request.id, error)
+
+    def _change_adapter(self, command: ChangeAdapter) -> None:
+        result: tuple[str, ...] | PacelineError
+        try:
+            if command.path is None:
+                self._engine.unload_adapter(command.name)
+            else:
+                self._engine.load_adapter(command.name, command.path)
+            result = self._engine.adapters
+        except Exception as error:
+            result = portable(error)
+        self._emit(AdapterChanged(call_id=command.call_id, result=result))
 
     def _snapshot(self, command: TakeSnapshot) -> Snapshot | PacelineError:
         try:

@@ -86,6 +86,14 @@ class EndSession:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeAdapter:
+    call_id: str
+    name: str
+    path: str | None
+    """None to serve it no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RenewPolicy:
     numbers: Mapping[str, Any]
 
@@ -96,7 +104,17 @@ class Close:
 
 
 Command = (
-    Submit | Abort | ChangeVariant | TakeSnapshot | Compare | Pin | Unpin | EndSession | RenewPolicy | Close
+    Submit
+    | Abort
+    | ChangeVariant
+    | TakeSnapshot
+    | Compare
+    | Pin
+    | Unpin
+    | EndSession
+    | ChangeAdapter
+    | RenewPolicy
+    | Close
 )
 
 
@@ -129,6 +147,13 @@ class SnapshotTaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterChanged:
+    call_id: str
+    result: tuple[str, ...] | PacelineError
+    """The adapters that are served now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
     """The step loop raised; nothing more will come."""
 
@@ -144,7 +169,7 @@ class Lost:
     """The last lines that the worker wrote."""
 
 
-Event = Loading | Ready | StartFailed | Stepped | SnapshotTaken | Died | Lost
+Event = Loading | Ready | StartFailed | Stepped | SnapshotTaken | AdapterChanged | Died | Lost
 
 _HEADER = struct.Struct(">I")
 _BUFFER_BYTES = 1 << 20

@@ -167,6 +167,7 @@ class ScriptedEngine:
         self._running: list[_Sequence] = []
         self._scores: list[tuple[ScoreRequest, Plan, float]] = []
         self._comparisons: list[FidelityRequest] = []
+        self._adapters: set[str] = set()
         self._pins: dict[str, tuple[int, float]] = {}
         """(blocks, end) of each pin."""
 
@@ -256,6 +257,19 @@ class ScriptedEngine:
 
     def end_session(self, session: str, *, salt: str = "") -> None:
         """It drafts nothing, and keeps nothing of sessions."""
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(sorted(self._adapters))
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Known by its name; nothing is read."""
+        with self._lock:
+            self._adapters.add(name)
+
+    def unload_adapter(self, name: str) -> None:
+        with self._lock:
+            self._adapters.discard(name)
 
     def snapshot(self, token_ids: tuple[int, ...], *, salt: str = "", adapter: str | None = None) -> Snapshot:
         with self._lock:

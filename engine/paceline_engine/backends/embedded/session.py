@@ -15,6 +15,8 @@ from paceline_engine.backends.embedded.config import EmbeddedConfig
 from paceline_engine.backends.embedded.inbox import Inbox
 from paceline_engine.backends.embedded.messages import (
     Abort,
+    AdapterChanged,
+    ChangeAdapter,
     ChangeVariant,
     Command,
     Compare,
@@ -43,7 +45,9 @@ from paceline_engine.snapshot import Snapshot
 AnyRequest = TypeVar("AnyRequest", GenerationRequest, ScoreRequest)
 
 
-Item: TypeAlias = Chunk | ScoreResult | Snapshot | Mapping[Variant, Fidelity] | PacelineError
+Item: TypeAlias = (
+    Chunk | ScoreResult | Snapshot | Mapping[Variant, Fidelity] | tuple[str, ...] | PacelineError
+)
 
 
 class Transport(Protocol):
@@ -144,6 +148,13 @@ class Session:
         self._check(call)
         return call
 
+    def change_adapter(self, name: str, path: str | None) -> Call:
+        """Load an adapter, or unload it where there is no path; its inbox gets the answer."""
+        call = self._open("adapter", unfinished=1)
+        self.transport.send(ChangeAdapter(call_id=call.id, name=name, path=path))
+        self._check(call)
+        return call
+
     def compare(self, request: FidelityRequest) -> Call:
         """Ask for a comparison of the variants; its inbox gets the answer."""
         call = self._open(request.id, unfinished=1)
@@ -183,7 +194,9 @@ class Session:
         match event:
             case Stepped(output=output):
                 self._deliver(output)
-            case SnapshotTaken(call_id=call_id, result=result):
+            case (
+                SnapshotTaken(call_id=call_id, result=result) | AdapterChanged(call_id=call_id, result=result)
+            ):
                 self._end(call_id, result)
             case Loading(progress=progress):
                 for listener in tuple(self.on_progress):

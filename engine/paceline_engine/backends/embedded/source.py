@@ -81,6 +81,8 @@ def open_engine(
         ),
         step_policy=step_policy,
     )
+    for adapter, path in config.adapters.items():
+        engine.load_adapter(adapter, path)
     info = ModelInfo(
         name=checkpoint.name,
         fingerprint=fingerprint,

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from paceline_engine.backends.embedded.config import EmbeddedConfig
@@ -54,6 +55,13 @@ class Supervisor:
         with self._lock:
             self._numbers = dict(numbers)
             return self._current
+
+    def keep_adapter(self, name: str, path: str | None) -> None:
+        """Serve an adapter from the start in workers to come; with no path, no more."""
+        with self._lock:
+            adapters = {**self._config.adapters, name: path}
+            kept = {each: folder for each, folder in adapters.items() if folder is not None}
+            self._config = replace(self._config, adapters=kept)
 
     def close(self) -> Session | None:
         """Start no more sessions; gives the last one."""

@@ -19,6 +19,7 @@ import torch
 from paceline_engine.core import Engine, EngineConfig
 from paceline_engine.loading import open_checkpoint
 from paceline_engine.mode import Drafter, Speculation, Variant
+from paceline_engine.model.adapter import Adapter
 from paceline_engine.model.base import Logits, SequenceSlice
 from paceline_engine.model.kv import PagedKV
 from paceline_engine.model.runner import TorchRunner
@@ -199,6 +200,9 @@ class Runner:
             if (token_id := self._written.get(source * size + offset)) is not None:
                 self._written[target * size + offset] = token_id
 
+    def read_adapter(self, path: str) -> Adapter:
+        return self._inner.read_adapter(path)
+
     def _slot(self, part: SequenceSlice, position: int) -> int:
         return part.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
@@ -252,6 +256,25 @@ def loaded(
                 kv_dtype=torch.float32,
                 cache_dir=folder,
             )
+        return found[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def adapters(
+    tiny_model: Callable[..., Any], tiny_adapter: Callable[..., Any]
+) -> Callable[[str], dict[str, str]]:
+    """Folders of three adapters of a family's tiny model; the third is what became of the first."""
+    found: dict[str, dict[str, str]] = {}
+
+    def get(family: str) -> dict[str, str]:
+        if family not in found:
+            model = tiny_model(family).reference
+            found[family] = {
+                name: str(tiny_adapter(model, seed=seed).folder)
+                for seed, name in enumerate(("A", "B", "A reloaded"))
+            }
         return found[family]
 
     return get

@@ -10,6 +10,7 @@ import torch
 
 from paceline_engine.cache.blocks import BlockPool
 from paceline_engine.chunk import FinishReason
+from paceline_engine.errors import UnknownOptionError
 from paceline_engine.request import SamplingParams
 
 OpenCase = Callable[..., Any]
@@ -29,6 +30,14 @@ def looping(bench: Any) -> None:
             logits[seen[-4]] += 100
 
     bench.runner.change_row = change
+
+
+_SETUPS: dict[str, Callable[[Any], None]] = {}
+
+
+def known_setup(setup: Callable[[Any], None], name: str) -> Callable[[Any], None]:
+    """The same function for the same name, since what it gives alone is found once."""
+    return _SETUPS.setdefault(name, setup)
 
 
 def scripted(bench: Any, n_prompt: int, script: Sequence[int]) -> None:
@@ -92,8 +101,47 @@ def test_salts_share_nothing(case: Any, open_case: OpenCase, solo: Solo, collide
         cached.append(bench.run().finish(name).usage.cached_tokens)
         assert [bench.outcome(name)] == solo(case, TWO, 3, ignore_eos=True)
     assert cached == [0, 8 if case.cached else 0, 0]
-    for scope in ({"salt": "c"}, {"salt": "a", "adapter": "new weights"}):
-        assert set(bench.engine.snapshot(TWO, **scope).cached_tokens.values()) == {0}
+    assert set(bench.engine.snapshot(TWO, salt="c").cached_tokens.values()) == {0}
+
+
+def test_adapters_share_nothing(
+    case: Any, open_case: OpenCase, solo: Solo, adapters: Callable[[str], dict[str, str]]
+) -> None:
+    """One prompt on the model, on adapters A and B, and on A with new weights: each gives what it gives from
+    cold, alone and side by side, and hits only what the same weights wrote."""
+    folders = adapters(case.family)
+
+    def serving(folder: str) -> Callable[[Any], None]:
+        return known_setup(lambda bench: bench.engine.load_adapter("any", folder), folder)
+
+    cold = {None: solo(case, TWO, 6, ignore_eos=True)}
+    for name, folder in folders.items():
+        cold[name] = solo(case, TWO, 6, setup=serving(folder), adapter="any", ignore_eos=True)
+    assert len({repr(found) for found in cold.values()}) == 4
+
+    bench = open_case(case)
+    for name in ("A", "B"):
+        bench.engine.load_adapter(name, folders[name])
+    for again in ("", " again"):
+        for name in (None, "A", "B"):
+            bench.submit(f"{name}{again}", TWO, bench.plan(6), adapter=name, ignore_eos=True)
+        bench.run()
+        for name in (None, "A", "B"):
+            assert [bench.outcome(f"{name}{again}")] == cold[name], name
+    bench.submit("old", TWO, bench.plan(6), adapter="A", ignore_eos=True)
+    bench.step()
+    bench.engine.load_adapter("A", folders["A reloaded"])
+    bench.submit("new", TWO, bench.plan(6), adapter="A", ignore_eos=True)
+    out = bench.run()
+    assert [bench.outcome("old")] == cold["A"]
+    assert [bench.outcome("new")] == cold["A reloaded"]
+    assert out.finish("new").usage.cached_tokens == 0
+    bench.engine.load_adapter("alias", folders["A"])
+    if case.cached and not case.crowded:
+        assert bench.engine.snapshot(TWO, adapter="alias").cached_tokens[case.variant] == 8
+    bench.engine.unload_adapter("B")
+    with pytest.raises(UnknownOptionError, match="alias"):
+        bench.submit("gone", TWO, bench.plan(6), adapter="B")
 
 
 SAMPLINGS = {
