@@ -194,6 +194,7 @@ def _matrix(n_rows: int, n_inputs: int, variant: Variant) -> Matrix:
 def open_runner(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TorchRunner]:
     """Loads a fake checkpoint onto the fake device, as ``TorchRunner.load`` does a real one."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 35, 1 << 36))
+    monkeypatch.setattr(runner_module, "_page_in", lambda matrices: None)  # fakes have no pages
     monkeypatch.setattr(runner_module, "WeightStore", lambda checkpoint, directory: checkpoint)
 
     def load(spec: ModelSpec, support: Support, variants: Sequence[Variant] = tuple(Variant)) -> TorchRunner:
