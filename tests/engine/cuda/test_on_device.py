@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from paceline_engine.core import Engine, EngineConfig
 from paceline_engine.cuda.matrices import DeviceBf16, DeviceFp8, DeviceInt4, DeviceInt8
 from paceline_engine.cuda.support import Support
 from paceline_engine.fidelity import FidelityRequest
+from paceline_engine.loading.adapter_files import AdapterTensors, LowRankTensors
 from paceline_engine.mode import Drafter, Mode, Speculation, Variant
+from paceline_engine.model.adapter import Adapter
 from paceline_engine.model.base import Logits, SequenceSlice
 from paceline_engine.model.runner import TorchRunner
 from paceline_engine.plan import Plan
@@ -75,6 +78,32 @@ def test_each_precision_has_its_units(specs: Any, open_runner: OpenRunner) -> No
             assert type(matrix) is kind
         expected = kind if variant is Variant.INT4 else DeviceBf16
         assert type(odd._weights[variant].layers[0].qkv) is expected
+
+
+@pytest.mark.parametrize("support", [ALL, Support()], ids=["units", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_adapters_run_beside_the_weights(
+    dtype: torch.dtype, support: Support, specs: Any, fake_cuda: Any, open_runner: OpenRunner
+) -> None:
+    """For some of a pass's sequences and for all, over every variant, without waiting."""
+    spec = specs["gemma"]
+    runner = open_runner(spec, support)
+    shapes = {"self_attn.k_proj": (256, 640), "mlp.up_proj": (2048, 640), "mlp.down_proj": (640, 2048)}
+    updates = {
+        f"model.layers.{layer}.{name}.weight": LowRankTensors(
+            down=torch.empty((8, n_inputs), dtype=dtype), up=torch.empty((n_rows, 8), dtype=dtype), scale=2.0
+        )
+        for layer in range(spec.n_layers)
+        for name, (n_rows, n_inputs) in shapes.items()
+    }
+    read = AdapterTensors(path="adapter", digest="0", updates=updates)
+    adapter = Adapter.build(read, spec, device=fake_cuda.device, support=support)
+    fake_cuda.waits.clear()
+    adapted = replace(piece(9, 20, logits=Logits.ALL), adapter=adapter)
+    for variant in Variant:
+        for slices, n_rows in (([adapted], 9), ([adapted, piece(1, 40, first_block=8)], 10)):
+            assert runner.forward(slices, variant).shape == (n_rows, spec.vocab_size)
+    assert fake_cuda.waits == []
 
 
 @pytest.mark.parametrize("support", [ALL, Support()], ids=["units", "plain"])
