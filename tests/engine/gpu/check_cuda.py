@@ -2,10 +2,10 @@
 
     python tests/engine/gpu/check_cuda.py [--model PATH] [--device cuda:0] [--cache FOLDER]
 
-Each check is a line on standard error as it is made; at the end one JSON object is printed. It needs torch,
-NumPy, safetensors and the engine, installed or by ``PYTHONPATH=engine``, and no network: where Gemma 3 270M
-is not installed, random weights of its sizes take its place. A check that fails or breaks off does not end
-the others.
+Each check is a line on standard error as it is made; at the end one JSON object is printed. It needs the
+engine, installed or by ``PYTHONPATH=engine``, with torch, safetensors, tokenizers and Jinja2, and no network:
+where Gemma 3 270M is not installed, random weights of its sizes take its place. A check that fails or breaks
+off does not end the others.
 
 Exit status: 0 where every check holds, 1 where one does not, 77 where there is no CUDA device, so that a
 machine without one is never taken for a machine that passed. ``--device cpu`` rehearses it all on a CPU, and
@@ -15,6 +15,7 @@ never passes either.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -28,10 +29,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import stand_in
 import torch
+from stand_in import write_stand_in
 from torch import Tensor
 
+from paceline_engine.backends.base import ModelInfo
+from paceline_engine.backends.embedded import EmbeddedBackend, EmbeddedConfig
+from paceline_engine.chunk import Finish
 from paceline_engine.core import Engine, EngineConfig
 from paceline_engine.cuda.graphs import Capture
 from paceline_engine.cuda.support import Support
@@ -82,7 +86,7 @@ class Bench:
 
     def __init__(
         self,
-        model: str | stand_in.StandIn,
+        model: str,
         device: torch.device,
         cache_dir: Path,
         *,
@@ -92,11 +96,8 @@ class Bench:
     ) -> None:
         self.device, self.n_tokens = device, n_tokens
         self.support = support if support is not None else Support.probe(device)
-        if isinstance(model, stand_in.StandIn):
-            checkpoint: Any = model
-            self.tokenizer: Any = stand_in.StandInTokenizer(model.spec)
-        else:
-            checkpoint, self.tokenizer = open_checkpoint(model), open_tokenizer(model)
+        self.model, self.cache_dir = model, cache_dir
+        checkpoint, self.tokenizer = open_checkpoint(model), open_tokenizer(model)
         self.name = checkpoint.name
         ids = list(self.tokenizer.encode(TEXT))
         room = min(checkpoint.spec.context_tokens, 8 * n_tokens)
@@ -272,6 +273,7 @@ def check_changes(bench: Bench) -> Checks:
     yield at_least(
         "tokens of each stream of a crowd", min(len(one.ids) for one in crowded.values()), N_TOKENS
     )
+    yield at_least("preemptions in a crowd", sum(one.n_preempted for one in crowded.values()), 1)
     yield blocks_left(engine, "a crowd")
     plan = Plan(mode=Mode(variant=Variant.FP8), max_tokens=1)
     prompt = Prompt(messages=(), token_ids=tuple(ids), n_tokens=len(ids))
@@ -324,6 +326,43 @@ def check_memory(bench: Bench) -> Checks:
     yield blocks_left(engine, "running out of memory")
 
 
+def check_worker(bench: Bench) -> Checks:
+    """A worker process of its own loads the model on the device, streams, and ends; so does the next one."""
+    config = EmbeddedConfig(
+        model=bench.model,
+        device=str(bench.device),
+        variants=(Variant.BF16, Variant.INT4),
+        cache_dir=str(bench.cache_dir),
+        kv_tokens=4096,
+        start_timeout_s=240,
+    )
+
+    async def run() -> tuple[ModelInfo, float, Finish, list[int]]:
+        backend = EmbeddedBackend(config)
+        try:
+            info = await backend.start()
+            request = request_of("worker", bench.ids[: bench.n_tokens], SamplingParams())
+            ids: list[int] = []
+            finish = None
+            plan = Plan(mode=Mode(variant=Variant.BF16, speculation=DRAFTS), max_tokens=N_TOKENS)
+            async for chunk in backend.submit(request, plan):
+                ids += chunk.token_ids
+                finish = chunk.finish
+            assert finish is not None
+            return info, backend.start_s or 0.0, finish, ids
+        finally:
+            await backend.aclose()
+
+    info, start_s, finish, ids = asyncio.run(run())
+    bench.load_s["worker"] = start_s
+    say(f"       {info.device_name}: ready after {start_s:.1f} s")
+    yield at_least("the worker's device is the one asked for", info.device == bench.device.type, 1)
+    yield at_least("tokens from the worker", len(ids), N_TOKENS)
+    yield at_least("steps in its timeline", len(finish.timeline.steps), 2)
+    _, _, _, again = asyncio.run(run())
+    yield at_least("equal tokens from the next worker", common(ids, again), N_TOKENS // 4)
+
+
 @dataclass(kw_only=True)
 class Made:
     """What came of one request."""
@@ -331,6 +370,7 @@ class Made:
     ids: list[int]
     n_steps: int = 0
     n_cached: int = 0
+    n_preempted: int = 0
 
 
 def new_engine(bench: Bench, *, chunk: int = 64) -> Engine:
@@ -352,10 +392,7 @@ def generate(
 ) -> dict[str, Made]:
     """Run all of ``requests`` together to their end. Raises what one of them ends with."""
     for name, (ids, mode) in requests.items():
-        prompt = Prompt(messages=(), token_ids=tuple(ids), n_tokens=len(ids))
-        request = GenerationRequest(
-            id=name, prompt=prompt, sampling=sampling or SamplingParams(), ignore_eos=True
-        )
+        request = request_of(name, ids, sampling or SamplingParams())
         engine.submit(request, Plan(mode=mode, max_tokens=N_TOKENS), submitted_at_s=time.monotonic())
     made = {name: Made(ids=[]) for name in requests}
     step = 0
@@ -368,8 +405,15 @@ def generate(
             made[name].n_steps = step
             if chunk.finish is not None:
                 made[name].n_cached = chunk.finish.usage.cached_tokens
+                names = [event.name for event in chunk.finish.timeline.events]
+                made[name].n_preempted = names.count("preempted")
         each_step(step)
     return made
+
+
+def request_of(name: str, ids: Sequence[int], sampling: SamplingParams) -> GenerationRequest:
+    prompt = Prompt(messages=(), token_ids=tuple(ids), n_tokens=len(ids))
+    return GenerationRequest(id=name, prompt=prompt, sampling=sampling, ignore_eos=True)
 
 
 def raise_errors(output: Any) -> None:
@@ -383,8 +427,12 @@ def blocks_left(engine: Engine, after: str) -> Check:
 
 
 def equal(one: Made, other: Made) -> int:
+    return common(one.ids, other.ids)
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common beginning."""
-    pairs = list(zip(one.ids, other.ids, strict=False))
+    pairs = list(zip(one, other, strict=False))
     return next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
@@ -440,6 +488,7 @@ PARTS: tuple[Callable[[Bench], Checks], ...] = (
     check_engine,
     check_changes,
     check_memory,
+    check_worker,
 )
 
 
@@ -499,7 +548,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def chosen_model(name: str | None) -> str | stand_in.StandIn:
+def chosen_model(name: str | None, folder: Path) -> str:
     """The model that was named; else Gemma 3 270M where it is installed, else random weights of its sizes."""
     if name is not None:
         return name
@@ -508,7 +557,7 @@ def chosen_model(name: str | None) -> str | stand_in.StandIn:
         open_tokenizer("gemma3-270m")
     except PacelineError as error:
         say(f"random weights take the place of gemma3-270m: {error}")
-        return stand_in.StandIn()
+        return write_stand_in(folder / "random weights in the sizes of Gemma 3 270M")
     return "gemma3-270m"
 
 
@@ -537,7 +586,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cache = given.cache if given.cache is not None else Path(folder)
         os.environ.setdefault("PACELINE_CACHE", str(cache))
         bench = Bench(
-            chosen_model(given.model),
+            chosen_model(given.model, Path(folder)),
             device,
             cache,
             n_tokens=256,

@@ -38,7 +38,7 @@ def _imported() -> ModuleType:
     return module
 
 
-def bench_on_cpu(check: ModuleType, model: Any, folder: Path, *, n_tokens: int = 24) -> Any:
+def bench_on_cpu(check: ModuleType, model: str, folder: Path, *, n_tokens: int = 24) -> Any:
     return check.Bench(
         model,
         torch.device("cpu"),
@@ -47,6 +47,11 @@ def bench_on_cpu(check: ModuleType, model: Any, folder: Path, *, n_tokens: int =
         support=Support(int8=True, fp8=True),
         capture=check.rehearse,
     )
+
+
+def small_model(folder: Path) -> str:
+    stand_in = sys.modules["stand_in"]
+    return str(stand_in.write_stand_in(folder / "model", stand_in.SMALL))
 
 
 def test_without_a_device_the_check_says_so_and_does_not_pass(
@@ -75,8 +80,7 @@ def test_the_check_runs_through_on_a_cpu_and_holds(
 ) -> None:
     """Every part of it works on the operators of a GPU, says each check's figures and prints as JSON."""
     monkeypatch.setattr(check, "N_TOKENS", 12)
-    stand_in = check.stand_in.StandIn(spec=check.stand_in.SMALL)
-    model = str(tiny_model("llama").safetensors) if kind == "checkpoint" else stand_in
+    model = str(tiny_model("llama").safetensors) if kind == "checkpoint" else small_model(tmp_path)
     report = check.examine(bench_on_cpu(check, model, tmp_path))
     assert [one for one in report["checks"] if not one["holds"]] == []
     assert report["holds"]
@@ -89,7 +93,7 @@ def test_the_check_runs_through_on_a_cpu_and_holds(
 
 @pytest.fixture
 def bench(check: ModuleType, tmp_path: Path) -> Any:
-    return bench_on_cpu(check, check.stand_in.StandIn(spec=check.stand_in.SMALL), tmp_path)
+    return bench_on_cpu(check, small_model(tmp_path), tmp_path)
 
 
 def test_the_check_fails_where_the_device_is_wrong(check: ModuleType, bench: Any) -> None:
@@ -142,8 +146,8 @@ def test_a_rehearsal_never_passes(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a CPU the status is that of a machine without a GPU, though every check holds."""
-    small = check.stand_in.StandIn(spec=check.stand_in.SMALL)
-    monkeypatch.setattr(check, "chosen_model", lambda name: small)
+    model = small_model(tmp_path)
+    monkeypatch.setattr(check, "chosen_model", lambda name, folder: model)
     monkeypatch.setattr(check, "PARTS", (check.check_units,))
     monkeypatch.setattr(check, "measure", lambda bench: dict.fromkeys(check.VARIANTS, 0.0))
     assert check.main(["--device", "cpu", "--cache", str(tmp_path)]) == 77
