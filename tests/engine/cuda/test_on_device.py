@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline_engine import loading
+from paceline_engine.backends.embedded import EmbeddedConfig
+from paceline_engine.backends.embedded.source import open_engine
 from paceline_engine.core import Engine, EngineConfig
 from paceline_engine.cuda.matrices import DeviceBf16, DeviceFp8, DeviceInt4, DeviceInt8
 from paceline_engine.cuda.support import Support
 from paceline_engine.fidelity import FidelityRequest
+from paceline_engine.loading import pieces
 from paceline_engine.loading.adapter_files import AdapterTensors, LowRankTensors
 from paceline_engine.mode import Drafter, Mode, Speculation, Variant
+from paceline_engine.model import runner as runner_module
 from paceline_engine.model.adapter import Adapter
 from paceline_engine.model.base import Logits, SequenceSlice
 from paceline_engine.model.runner import TorchRunner
@@ -161,6 +166,38 @@ def test_scoring_reads_once(fake_cuda: Any) -> None:
     logits = torch.empty((40, 300), device=fake_cuda.device)
     assert score_tokens(logits, [0, 39, 39], [5, 6, 7]) == [0.0] * 3
     assert fake_cuda.waits == ["tolist"]
+
+
+def test_the_engine_opens_on_the_device_that_is_named(
+    specs: Any, fake_cuda: Any, open_runner: OpenRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It becomes the current one, its units are tried, decode steps are captured, and the card is named."""
+    current: list[torch.device] = []
+    checkpoint = open_runner(specs["gemma"], ALL, (Variant.BF16,))._store
+    for target, name, value in (
+        (loading, "open_checkpoint", lambda model, on_progress: checkpoint),
+        (pieces, "piece_tokenizer", lambda digest, open_whole: Tokens()),
+        (torch.cuda, "device_count", lambda: 2),
+        (torch.cuda, "set_device", current.append),
+        (torch.cuda, "get_device_name", lambda device: f"a card at {device}"),
+        (runner_module, "cuda_capture", lambda device: lambda work: (work(), work)[1]),
+        (Support, "probe", lambda device: ALL if device == torch.device("cuda:1") else Support()),
+    ):
+        monkeypatch.setattr(target, name, value)
+    config = EmbeddedConfig(model="fake", device="cuda:1", max_sequences=2, kv_tokens=1024)
+    opened = open_engine(config, step_policy=None, on_progress=lambda progress: None)
+    assert current == [torch.device("cuda:1")]
+    assert (opened.info.device, opened.info.device_name) == ("cuda", "a card at cuda:1")
+    engine = opened.engine
+    runner: TorchRunner = engine._runner  # type: ignore[attr-defined]
+    assert runner._graphs is not None
+    assert (
+        runner._graphs.n_captured == 3 * 4
+    )  # variants; one and two sequences, of up to 512 and 1,024 tokens
+    plan = Plan(mode=Mode(variant=Variant.INT8), max_tokens=3)
+    engine.submit(generation("g", 9, SamplingParams()), plan, submitted_at_s=0.0)
+    while engine.has_work:
+        assert engine.step().errors == ()
 
 
 class Tokens:
