@@ -60,8 +60,9 @@ BLOCK_SIZE = 16
 BATCHES = (1, 4, 16)
 ROOM_FOR_ROUNDING = 0.03
 """Error beyond 1.5 times that of the CPU's kernels, for activations rounded to bf16, FP8 or int8."""
-OTHER_ORDER = 0.03
-"""Largest error between passes that add the same numbers in another order."""
+OTHER_ORDER, OTHER_CODES = 0.1, 0.4
+"""Largest errors between passes that add the same numbers in another order, and where that may round inputs
+to other FP8 codes. What belongs to another token or step is off by more than 1."""
 N_TOKENS = 32
 """Of each generation."""
 
@@ -203,21 +204,31 @@ def check_logits(bench: Bench) -> Checks:
 
 
 def check_capture(bench: Bench) -> Checks:
-    """Captured decode steps give the logits of uncaptured ones, for one sequence and a filled-up batch."""
-    sizes, at = (1, 3), bench.n_tokens - 1
+    """Captured decode steps give the logits of uncaptured ones, alone, in a batch and in a long context."""
+    short, long = bench.n_tokens - 1, len(bench.ids) - 1
 
-    def run(variant: Variant, n: int) -> Tensor:
-        bench.gpu.forward(bench.batch(n, 0, n_new=at, logits=Logits.NONE), variant)
-        return torch.cat([bench.gpu.forward(bench.batch(n, at), variant).cpu() for _ in range(2)])
+    def batch(variant: Variant, n: int) -> Tensor:
+        bench.gpu.forward(bench.batch(n, 0, n_new=short, logits=Logits.NONE), variant)
+        return torch.cat([bench.gpu.forward(bench.batch(n, short), variant).cpu() for _ in range(2)])
 
-    before = {(variant, n): run(variant, n) for variant in VARIANTS for n in sizes}
+    def alone(variant: Variant) -> Tensor:
+        bench.prefill(bench.gpu, variant, long)
+        return torch.cat([bench.decode(variant, long, bench.ids[at]).cpu() for at in range(2)])
+
+    runs: dict[str, Callable[[Variant], Tensor]] = {
+        "one": lambda variant: batch(variant, 1),
+        "three": lambda variant: batch(variant, 3),
+        f"one after {long} tokens": alone,
+    }
+    before = {(variant, name): run(variant) for variant in VARIANTS for name, run in runs.items()}
     began = time.perf_counter()
     bench.n_captured = bench.gpu.capture_decode(max_sequences=max(BATCHES), capture=bench.capture)
     bench.load_s["capture"] = time.perf_counter() - began
     yield at_least("captured decode steps", bench.n_captured, len(VARIANTS) * len(BATCHES))
-    for (variant, n), expected in before.items():
-        error = relative(run(variant, n), expected)
-        yield at_most(f"{variant}: error by capturing a step of {n}", error, OTHER_ORDER)
+    for (variant, name), expected in before.items():
+        error = relative(runs[name](variant), expected)
+        limit = OTHER_CODES if variant is Variant.FP8 else OTHER_ORDER
+        yield at_most(f"{variant}: error by capturing a step of {name}", error, limit)
 
 
 def check_engine(bench: Bench) -> Checks:
@@ -234,8 +245,8 @@ def check_engine(bench: Bench) -> Checks:
             mode = Mode(variant=variant)
             target = generate(engine, {"target": (ids, mode)})["target"]
             drafted = generate(engine, {"d": (ids, replace(mode, speculation=speculation))})["d"]
-            share = f"equal tokens of {variant} with drafts by {name}"
-            yield at_least(share, equal(target, drafted), N_TOKENS // 4)
+            least = N_TOKENS // (8 if variant is Variant.FP8 else 4)
+            yield at_least(f"equal tokens of {variant} with drafts by {name}", equal(target, drafted), least)
             if name == "int4":
                 yield at_most(f"steps of {variant} with drafts", drafted.n_steps, target.n_steps)
     texts = [bench.ids[start : start + bench.n_tokens // 2] for start in range(4)]
@@ -318,7 +329,7 @@ def check_memory(bench: Bench) -> Checks:
         failure = str(error)
     ballast.clear()
     torch.cuda.empty_cache()
-    yield at_least("a pass without memory fails by name", "OutOfMemoryError" in failure, 1)
+    yield at_least("a pass without memory fails by name", "out of memory" in failure, 1)
     while engine.has_work:
         engine.step()
     after = generate(engine, {"after": (bench.ids[:64], mode)})["after"]
