@@ -172,7 +172,7 @@ def test_the_engine_opens_on_the_device_that_is_named(
     specs: Any, fake_cuda: Any, open_runner: OpenRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It becomes the current one, its units are tried, decode steps are captured, and the card is named."""
-    current: list[torch.device] = []
+    current: list[int] = []
     checkpoint = open_runner(specs["gemma"], ALL, (Variant.BF16,))._store
     for target, name, value in (
         (loading, "open_checkpoint", lambda model, on_progress: checkpoint),
@@ -186,7 +186,7 @@ def test_the_engine_opens_on_the_device_that_is_named(
         monkeypatch.setattr(target, name, value)
     config = EmbeddedConfig(model="fake", device="cuda:1", max_sequences=2, kv_tokens=1024)
     opened = open_engine(config, step_policy=None, on_progress=lambda progress: None)
-    assert current == [torch.device("cuda:1")]
+    assert current == [1]
     assert (opened.info.device, opened.info.device_name) == ("cuda", "a card at cuda:1")
     engine = opened.engine
     runner: TorchRunner = engine._runner  # type: ignore[attr-defined]

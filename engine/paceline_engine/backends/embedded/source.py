@@ -47,8 +47,8 @@ def open_engine(
 
     torch.set_num_threads(config.threads)
     device = _device(config.device)
-    if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread, which steps too: no memory is taken on another
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # of this thread, which steps too: no other one is touched
     on_progress(Progress(stage="load", done=0.1, message=f"opening {config.model}"))
     checkpoint = open_checkpoint(config.model, on_progress)
     # The client encodes; here only tokens become text, which needs no whole tokenizer.
