@@ -59,7 +59,9 @@ REPEATS = Speculation(drafter=Drafter.NGRAM, max_draft_tokens=4)
 BLOCK_SIZE = 16
 BATCHES = (1, 4, 16)
 ROOM_FOR_ROUNDING = 0.03
-"""Error beyond 1.5 times that of the CPU's kernels, for activations rounded to bf16, FP8 or int8."""
+"""Error beyond some times that of the CPU's kernels, for activations rounded to bf16 or int8."""
+TIMES, TIMES_FP8 = 1.5, 2.5
+"""Those times. FP8 rounds activations as coarsely as weights, which the CPU's kernels do not round so."""
 OTHER_ORDER, OTHER_CODES = 0.1, 0.4
 """Largest errors between passes that add the same numbers in another order, and where that may round inputs
 to other FP8 codes. What belongs to another token or step is off by more than 1."""
@@ -183,7 +185,8 @@ def check_logits(bench: Bench) -> Checks:
     for variant in VARIANTS:
         on_gpu = bench.prefill(bench.gpu, variant, bench.n_tokens, Logits.ALL)
         on_cpu = bench.prefill(bench.cpu, variant, bench.n_tokens, Logits.ALL)
-        limit = 1.5 * relative(on_cpu, reference) + ROOM_FOR_ROUNDING
+        times = TIMES_FP8 if variant is Variant.FP8 else TIMES
+        limit = times * relative(on_cpu, reference) + ROOM_FOR_ROUNDING
         yield at_most(f"{variant}: error of a prefill", relative(on_gpu, reference), limit)
         steps = range(bench.n_tokens - 8, bench.n_tokens)
         rows = torch.cat([bench.decode(variant, at, bench.ids[at]).cpu() for at in steps])
