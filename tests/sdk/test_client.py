@@ -432,3 +432,31 @@ def test_a_policy_that_fails_to_learn_costs_no_answer(caplog):
     assert asyncio.run(main()) == "a b c"
     assert "could not learn" in caplog.text
     assert backend.closed
+
+
+def test_a_session_reaches_the_backend_and_is_ended_by_name():
+    """The option goes with the request, and ``end_session`` to each backend that remembers."""
+
+    class Remembers(ScriptedBackend):
+        def __init__(self):
+            super().__init__("one two")
+            self.seen, self.ended = [], []
+
+        def submit(self, request, plan):
+            self.seen.append((request.session, request.salt))
+            return super().submit(request, plan)
+
+        def end_session(self, session, *, salt=""):
+            self.ended.append((session, salt))
+
+    backend = Remembers()
+    with paceline.Client(backend=backend, tracing=False) as client, client.turn() as turn:
+        turn.generate("hi", max_tokens=2, session="s", salt="t")
+        turn.generate("hi", max_tokens=2)
+        with pytest.raises(InvalidValueError, match="session must be a text"):
+            turn.generate("hi", max_tokens=2, session=3)
+        client.end_session("s", salt="t")
+    assert backend.seen == [("s", "t"), ("", "")]
+    assert backend.ended == [("s", "t")]
+    with pytest.raises(ClosedError):
+        client.end_session("s")

@@ -17,8 +17,8 @@ from paceline_engine.mode import Variant
 from paceline_engine.model.base import LateLoading, ModelRunner
 
 _LOG = logging.getLogger(__name__)
-_FIRST_BYTES_PER_S = 5e8
-"""What a load is expected to read, until one was measured."""
+_FIRST_BYTES_PER_S = 4e9
+"""What a load is expected to read, until one was measured: of files that the system still holds in memory."""
 _RETRY_AFTER_S = 30.0
 
 

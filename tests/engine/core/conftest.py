@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from paceline_engine.cache.quality import worst
 from paceline_engine.chunk import Chunk, Finish, ScoreResult
 from paceline_engine.core import Engine, EngineConfig
 from paceline_engine.errors import PacelineError
@@ -108,13 +109,48 @@ class LateRunner(HashRunner):
         self.loaded += (variant,)
 
     def bytes_per_variant(self) -> dict[Variant, int]:
-        return dict.fromkeys(self.variants, 500_000_000)
+        return dict.fromkeys(self.variants, 4_000_000_000)
 
     def settle(self) -> None:
         """Wait until the load that ``let`` allowed has ended."""
         for thread in threading.enumerate():
             if thread.name == "paceline-loading":
                 thread.join(20)
+
+
+class TaintRunner(HashRunner):
+    """A token's KV names the lowest quality of all that it was computed from: its own variant's, and that of
+    the KV before it. Logits depend on the tokens alone.
+    """
+
+    def __init__(self, n_blocks: int, block_size: int) -> None:
+        super().__init__(n_blocks, block_size)
+        self.variants = (Variant.FP32, Variant.BF16, Variant.INT8, Variant.FP8, Variant.INT4)
+        self.variants_differ = True
+
+    def forward(
+        self, slices: Sequence[SequenceSlice], variant: Variant, *, vocabulary: Vocabulary | None = None
+    ) -> torch.Tensor:
+        logits = super().forward(slices, variant, vocabulary=vocabulary)
+        size = self.block_size
+        for part in slices:
+            taint = variant
+            if part.position:
+                before = part.position - 1
+                taint = worst((variant, self.writer(part.block_table[before // size], before % size)))
+            for place, token_id in enumerate(part.token_ids, start=part.position):
+                self.kv[part.block_table[place // size]][place % size] = f"{taint}:{token_id}"
+        return logits
+
+    def _logits(self, part: SequenceSlice, position: int, variant: Variant) -> torch.Tensor:
+        size = self.block_size
+        at = [self.kv[part.block_table[place // size]][place % size] for place in range(part.position)]
+        words = [word.rpartition(":")[2] for word in at]
+        words += map(str, part.token_ids[: position + 1 - part.position])
+        return logits_of(words)
+
+    def writer(self, block: int, place: int) -> Variant:
+        return Variant(self.kv[block][place].partition(":")[0])
 
 
 def logits_of(words: Iterable[object]) -> torch.Tensor:
@@ -275,6 +311,12 @@ def make_bench() -> Callable[..., Bench]:
         return Bench(runner, EngineConfig(**config), policy)  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def taint_bench() -> Bench:
+    """Over a small cache whose KV tells what it was computed from."""
+    return Bench(TaintRunner(40, 4), EngineConfig(max_sequences=8, adapt_drafts=False))
 
 
 @pytest.fixture

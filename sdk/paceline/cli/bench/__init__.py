@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.bench.base import BenchOptions, BenchReport
 from paceline_engine.errors import UnknownOptionError
@@ -36,6 +37,20 @@ def run(name: str, *, model: str, data: Path | None, quick: bool, check: bool, a
     return 1 if check and missed else 0
 
 
+def _explained(row: Mapping[str, Any]) -> str:
+    """The unit, and what else belongs to the figure."""
+    parts = [str(row.get("unit", ""))]
+    if (found := row.get("gb_per_s")) is not None:
+        parts.append(f"{found:.1f} of {row['machine_gb_per_s']:.1f} GB/s")
+    if (found := row.get("acceptance")) is not None:
+        parts.append(f"{found:.0%} of {row['drafted']} drafts accepted")
+    if (found := row.get("kl_nats")) is not None:
+        parts.append(f"KL {found:.4f}")
+    if (found := row.get("top1_agreement")) is not None:
+        parts.append(f"top-1 {found:.1%}")
+    return ", ".join(parts)
+
+
 def _print_table(report: BenchReport) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -45,9 +60,9 @@ def _print_table(report: BenchReport) -> None:
     for name, row in report.results.items():
         if "median" in row:
             cells = (f"{row[key]:.4g}" for key in ("minimum", "median", "maximum"))
-            table.add_row(name, *cells, str(row.get("unit", "")))
+            table.add_row(name, *cells, _explained(row))
         elif "value" in row:
-            table.add_row(name, "", f"{row['value']:.4g}", "", str(row.get("unit", "")))
+            table.add_row(name, "", f"{row['value']:.4g}", "", _explained(row))
     console.print(table)
     for goal in report.goals:
         sign = "<=" if goal.better == "lower" else ">="

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.cli.bench.base import BenchOptions, BenchReport, Goal, memory_speed_gb_per_s, say, summary
+from paceline.cli.bench.trajectories import load_turns
 from paceline.cli.progress import progress_bar
 from paceline.measured import run_measured
 from paceline_engine.backends.base import ModelInfo
@@ -36,10 +37,12 @@ def measure(options: BenchOptions) -> BenchReport:
 
     Raises:
         MissingExtraError: the embedded engine is not installed.
+        InvalidValueError: ``options.data`` cannot be read.
     """
     from paceline.client import require_engine
 
     require_engine()
+    load_turns(options.data)  # what cannot be read is told now, and not after minutes
     return asyncio.run(_measure(options))
 
 
@@ -54,6 +57,12 @@ class ModesBench:
     results: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     goals: list[Goal] = field(default_factory=list[Goal])
     details: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def kv_tokens(self) -> int:
+        """What the KV cache holds."""
+        config = self.backend.config
+        return config.block_size * config.blocks(context_tokens=self.info.context_tokens)
 
     @property
     def rounds(self) -> int:

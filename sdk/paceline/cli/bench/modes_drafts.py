@@ -55,7 +55,13 @@ async def measure_drafts(bench: ModesBench, data: Path | None) -> None:
     one may differ where two tokens are equally likely within rounding: ``difference`` shows whether it is so.
     """
     turns = spread(load_turns(data), 2 if bench.quick else N_STREAMS)
-    prompts = [await bench.backend.prepare(turn.messages) for turn in turns]
+    room = min(bench.info.context_tokens, bench.kv_tokens) - STREAM_TOKENS
+    prompts = [
+        prompt for turn in turns if (prompt := await bench.backend.prepare(turn.messages)).n_tokens <= room
+    ]
+    if not prompts:
+        say(f"no turn of at most {room} tokens: drafts are left out")
+        return
     found = [_Streams(mode=mode) for mode in candidate_modes(bench.info) if mode.variant in TARGETS]
     differences: list[dict[str, Any]] = []
     n_compared = 0

@@ -60,13 +60,14 @@ def _turns(text: str, *, source: str) -> Iterator[ReplayTurn]:
     for number, line in enumerate(filter(str.strip, text.splitlines())):
         try:
             messages: Messages = json.loads(line)["messages"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            roles = [message["role"] for message in messages]
+        except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
             raise InvalidValueError(
                 "data",
                 observed=f"{source}, line {number + 1}",
-                limit="one JSON object a line with 'messages'",
-                remedy=str(error),
+                limit="a JSON object a line, whose 'messages' are objects with a 'role'",
+                remedy=f"mend this: {type(error).__name__}: {error}",
             ) from error
-        for index, message in enumerate(messages):
-            if message.get("role") == "assistant":
+        for index, role in enumerate(roles):
+            if role == "assistant" and index:
                 yield ReplayTurn(conversation=number, messages=messages[:index])

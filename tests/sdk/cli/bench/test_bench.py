@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import bench
-from paceline.cli.bench import overhead
-from paceline.cli.bench.base import BenchReport, Goal, graphics_cards, machine, summary
+from paceline.cli.bench import modes, overhead
+from paceline.cli.bench.base import BenchOptions, BenchReport, Goal, graphics_cards, machine, summary
 from paceline.cli.bench.trajectories import load_turns, spread
+from paceline_engine.errors import InvalidValueError
 
 
 def report(*, met: bool) -> BenchReport:
@@ -58,6 +59,48 @@ def test_the_table_shows_figures_of_one_value_too(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     (row,) = [line for line in lines if "bytes" in line]
     assert "1234" in row
+
+
+def test_the_table_says_what_belongs_to_a_figure_in_100_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bandwidth beside the machine's, drafts accepted, divergence and agreement stand in the figure's row."""
+    monkeypatch.setenv("COLUMNS", "100")
+    read = {"unit": "bytes per token", "value": 268e6, "gb_per_s": 8.25, "machine_gb_per_s": 16.0}
+    drafts = summary([1.0, 2.0], "ms") | {"drafted": 200, "acceptance": 0.815}
+    quality = {"unit": "times bf16's perplexity", "value": 1.02, "kl_nats": 0.0311, "top1_agreement": 0.92}
+    results = {"int8_weights_read": read, "bf16+int4x4_tpot_stream": drafts, "int4_quality": quality}
+    bench._print_table(BenchReport(name="modes", runs=2, results=results))
+    text = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in text.splitlines())
+    plain = " ".join(text.replace("│", " ").split())
+    for said in ("8.2 of 16.0 GB/s", "of 200 drafts accepted", "KL 0.0311", "top-1 92.0%"):
+        assert said in plain
+
+
+@pytest.mark.parametrize(
+    "line", ['{"messages": 3}', '{"messages": ["hi"]}', '{"messages": [{"content": "x"}]}', "[1]", "{"]
+)
+def test_data_of_another_form_names_the_line(tmp_path: Path, line: str) -> None:
+    """Whatever is wrong in it, the error says where, and what a line should be."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"messages": [{"role": "user"}, {"role": "assistant"}]}\n' + line)
+    with pytest.raises(InvalidValueError, match=r"'messages'.*line 2"):
+        load_turns(path)
+
+
+def test_an_assistant_s_first_word_is_no_turn(tmp_path: Path) -> None:
+    """Before it there is nothing that a model could have seen."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"messages": [{"role": "assistant"}, {"role": "user"}, {"role": "assistant"}]}')
+    assert [len(turn.messages) for turn in load_turns(path)] == [2]
+
+
+def test_modes_reads_its_data_before_anything_else(tmp_path: Path) -> None:
+    """A file that cannot be used is told at once: no model is loaded for it."""
+    options = BenchOptions(model="no such model", data=tmp_path / "absent", quick=True)
+    with pytest.raises(InvalidValueError, match="data must be"):
+        modes.measure(options)
 
 
 def test_a_goal_is_met_on_its_own_side() -> None:
