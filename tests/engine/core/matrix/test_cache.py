@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline_engine.cache.prefix import CacheScope
-from paceline_engine.cache.quality import serves
+from paceline_engine.cache.quality import serves, worst
 from paceline_engine.mode import Variant
 
 OpenCase = Callable[..., Any]
@@ -53,6 +53,9 @@ def test_the_cache_holds_what_its_variant_computes(
         assert {variant for variant, _ in found} == {case.variant}
     if case.cached and not case.crowded:
         assert {place for _, place in found} == set(places)
+        steps = bench.out.finish("a").timeline.steps
+        lowest = worst(step.variant for step in steps if not step.drafting)
+        assert {variant for variant, place in found if place == places[-1]} == {lowest}
     for (_, place), kv in found.items():
         torch.testing.assert_close(kv, expected[case.variant, place], atol=2e-3, rtol=1e-3)
 
