@@ -29,8 +29,9 @@ FLAGS = [
     "-w",
     "-Wno-psabi",
 ]
+# What each needs stands in csrc/support.cpp too.
 X86_SETS = {
-    "generic": ["-march=x86-64-v2"],
+    "generic": ["-msse4.2", "-mpopcnt"],
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"],
 }
