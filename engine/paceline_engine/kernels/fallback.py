@@ -84,6 +84,8 @@ def paged_attention(
     starts, positions = meta.query_starts.tolist(), meta.positions.tolist()
     for sequence, position in enumerate(positions):
         start, end = starts[sequence], starts[sequence + 1]
+        if start == end:
+            continue
         n_context = position + end - start
         blocks = meta.block_tables[sequence, : -(-n_context // block_size)].long()
         keys, values = (

@@ -13,11 +13,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from paceline_engine.kernels import fallback
 from paceline_engine.kernels.native import NativeKernels
 from paceline_engine.kernels.selection import INSTRUCTION_SETS, open_library, sets_that_run
 
 ROOT = Path(__file__).parents[3]
 EMULATED = "avx512 (emulated)"
+TORCH = "torch"
 EMULATION = ["-mavx2", "-mfma", "-include", str(Path(__file__).with_name("avx512_emulated.h"))]
 
 
@@ -63,15 +65,25 @@ def emulated_avx512(build_hook: ModuleType, tmp_path_factory: pytest.TempPathFac
     return NativeKernels(ctypes.CDLL(str(path)), "avx512")
 
 
-@pytest.fixture(params=SETS)
-def native(request: pytest.FixtureRequest) -> NativeKernels:
-    """One set's kernels, right or wrong: whether they pass the check at the start is for the tests to say."""
+def _kernels(request: pytest.FixtureRequest) -> NativeKernels:
     if request.param == EMULATED:
         emulated: NativeKernels = request.getfixturevalue("emulated_avx512")
         return emulated
     if LIBRARY is None or request.param not in RUNNABLE:
         pytest.skip(f"{request.param} is not built or does not run here")
     return NativeKernels(LIBRARY, request.param)
+
+
+@pytest.fixture(params=SETS)
+def native(request: pytest.FixtureRequest) -> NativeKernels:
+    """One set's kernels, right or wrong: whether they pass the check at the start is for the tests to say."""
+    return _kernels(request)
+
+
+@pytest.fixture(params=[*SETS, TORCH])
+def kernels(request: pytest.FixtureRequest) -> NativeKernels | ModuleType:
+    """One set's kernels, or what runs where there are none: for what must hold of both."""
+    return fallback if request.param == TORCH else _kernels(request)
 
 
 @pytest.fixture

@@ -126,37 +126,37 @@ def test_threads_and_block_order_do_not_change_bits(native, rand):
         assert torch.equal(result, alone)
 
 
-def test_stale_values_outside_the_context_are_never_read(native, rand):
+def test_stale_values_outside_the_context_are_never_read(kernels, rand):
     """NaN left in unused slots, in unused blocks and before the window does not reach the output."""
     meta = make_meta([(70, 3)], 8)
     k, v = rand(8, BLOCK, 1, 16), rand(8, BLOCK, 1, 16)
     q = rand(3, 2, 16)
-    clean = native.paged_attention(q, k, v, meta, scale=0.2, window=20)
+    clean = kernels.paged_attention(q, k, v, meta, scale=0.2, window=20)
     used = torch.zeros(8 * BLOCK, dtype=torch.bool)
     for position in range(70 - 19, 73):
         used[int(meta.block_tables[0, position // BLOCK]) * BLOCK + position % BLOCK] = True
     for cache in (k, v):
         cache.view(-1, 1, 16)[~used] = float("nan")
-    assert torch.equal(native.paged_attention(q, k, v, meta, scale=0.2, window=20), clean)
+    assert torch.equal(kernels.paged_attention(q, k, v, meta, scale=0.2, window=20), clean)
 
 
-def test_large_scores_do_not_overflow(native, rand):
+def test_large_scores_do_not_overflow(kernels, rand):
     """Scores in the thousands give finite weights that sum to one."""
     meta = make_meta([(100, 1)], 8)
     k, v = rand(8, BLOCK, 1, 16) * 100, torch.ones(8, BLOCK, 1, 16)
-    result = native.paged_attention(rand(1, 2, 16) * 100, k, v, meta, scale=1.0, window=None)
+    result = kernels.paged_attention(rand(1, 2, 16) * 100, k, v, meta, scale=1.0, window=None)
     torch.testing.assert_close(result, torch.ones(1, 2, 16))
 
 
-def test_no_tokens(native, rand):
+def test_no_tokens(kernels, rand):
     """A pass without tokens gives none, and a sequence without new tokens is passed over."""
     k = rand(4, BLOCK, 1, 16)
     empty = AttentionMeta(query_starts=ints([0]), positions=ints([]), block_tables=ints([[]]).view(0, 0))
-    assert native.paged_attention(rand(0, 2, 16), k, k, empty, scale=1.0, window=None).shape == (0, 2, 16)
-    meta = AttentionMeta(query_starts=ints([0, 0, 1]), positions=ints([9, 2]), block_tables=ints([[0], [1]]))
+    assert kernels.paged_attention(rand(0, 2, 16), k, k, empty, scale=1.0, window=None).shape == (0, 2, 16)
+    meta = AttentionMeta(query_starts=ints([0, 0, 1]), positions=ints([9, 2]), block_tables=ints([[99], [1]]))
     q = rand(1, 2, 16)
     torch.testing.assert_close(
-        native.paged_attention(q, k, k, meta, scale=1.0, window=None),
+        kernels.paged_attention(q, k, k, meta, scale=1.0, window=None),
         fallback.paged_attention(q, k, k, meta, scale=1.0, window=None),
     )
 

@@ -20,11 +20,11 @@ def test_rms_norm(native, rand, m, n):
     torch.testing.assert_close(fallback.rms_norm(x, weight, 1e-6), reference, rtol=1e-5, atol=1e-6)
 
 
-def test_rms_norm_of_zeros_and_nan(native):
+def test_rms_norm_of_zeros_and_nan(kernels):
     """A row of zeros gives zeros, a row with NaN gives NaN, and neither touches the other."""
     x = torch.zeros(2, 40)
     x[1, 39] = float("nan")
-    result = native.rms_norm(x, torch.ones(40), 1e-6)
+    result = kernels.rms_norm(x, torch.ones(40), 1e-6)
     assert torch.equal(result[0], torch.zeros(40))
     assert bool(result[1].isnan().all())
 
@@ -56,10 +56,10 @@ def test_gated_activation(native, rand, activation, m, n):
 
 
 @pytest.mark.parametrize("activation", list(Activation))
-def test_gates_far_from_zero(native, activation):
+def test_gates_far_from_zero(kernels, activation):
     """Far positive gates pass the value, far negative ones stop it, and NaN stays NaN."""
     gate = torch.tensor([[100.0, -100.0, 1e4, -1e4, 0.0, float("nan"), float("inf")]])
-    result = native.gated_activation(torch.cat([gate, torch.ones(1, 7)], dim=1), activation)
+    result = kernels.gated_activation(torch.cat([gate, torch.ones(1, 7)], dim=1), activation)
     assert torch.equal(result[0, :5].abs(), torch.tensor([100.0, 0.0, 1e4, 0.0, 0.0]))
     assert bool(result[0, 5].isnan())
     assert result[0, 6] == float("inf")
@@ -88,12 +88,12 @@ def test_rope_and_cache(native, rand, dtype, heads, kv_heads, head_dim, extras):
         assert torch.equal(mine.flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
 
 
-def test_values_are_rounded_to_bf16_as_torch_does(native):
+def test_values_are_rounded_to_bf16_as_torch_does(kernels):
     """Ties, subnormals, infinity and NaN are narrowed to the same values as torch's."""
     values = torch.tensor([1.00390625, 1.01171875, 1e-40, -0.0, float("inf"), float("nan"), 3.4e38, 65504.0])
     qkv = torch.cat([torch.zeros(16), values])[None]
     k, v = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
-    native.rope_and_cache(
+    kernels.rope_and_cache(
         qkv, torch.ones(1, 4), torch.zeros(1, 4), torch.tensor([0]), k, v, 1, None, None, None, 1e-6
     )
     torch.testing.assert_close(v.view(-1), values.bfloat16(), rtol=0, atol=0, equal_nan=True)

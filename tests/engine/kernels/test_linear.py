@@ -41,12 +41,12 @@ def test_native_equals_fallback(native, rand, name, n, k):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_empty_inputs(native, rand, name):
+def test_empty_inputs(kernels, rand, name):
     """No rows give no rows, and no inputs give zeros."""
-    assert getattr(native, name)(rand(0, 40), PACK[name](rand(3, 40))).shape == (0, 3)
-    assert getattr(native, name)(rand(2, 40), PACK[name](rand(0, 40))).shape == (2, 0)
+    assert getattr(kernels, name)(rand(0, 40), PACK[name](rand(3, 40))).shape == (0, 3)
+    assert getattr(kernels, name)(rand(2, 40), PACK[name](rand(0, 40))).shape == (2, 0)
     if name != "linear_int4":
-        result = getattr(native, name)(rand(2, 0), PACK[name](rand(3, 0)))
+        result = getattr(kernels, name)(rand(2, 0), PACK[name](rand(3, 0)))
         assert torch.equal(result, torch.zeros(2, 3))
 
 
@@ -73,20 +73,20 @@ def test_threads_do_not_change_bits(native, rand, name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("factor", [1e-30, 1e-20, 1e20, 1e30])
-def test_extreme_scales_of_the_activations(native, rand, name, factor):
+def test_extreme_scales_of_the_activations(kernels, rand, name, factor):
     """Very small and very large rows keep their relative precision."""
     w, x = PACK[name](rand(9, 70)), rand(5, 70)
-    unit = getattr(native, name)(x, w)
-    close(getattr(native, name)(x * factor, w) / factor, unit)
+    unit = getattr(kernels, name)(x, w)
+    close(getattr(kernels, name)(x * factor, w) / factor, unit)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nan_and_infinity_stay_in_their_row(native, rand, name):
+def test_nan_and_infinity_stay_in_their_row(kernels, rand, name):
     """A bad value spoils its own row, as in the fallback, and no other."""
     w, x = PACK[name](rand(9, 70)), rand(6, 70)
-    clean = getattr(native, name)(x, w)
+    clean = getattr(kernels, name)(x, w)
     x[1, 3], x[4, 69] = float("nan"), float("inf")
-    result, reference = getattr(native, name)(x, w), getattr(fallback, name)(x, w)
+    result, reference = getattr(kernels, name)(x, w), getattr(fallback, name)(x, w)
     assert not result[1].isfinite().any()
     assert not result[4].isfinite().any()
     assert torch.equal(result[[0, 2, 3, 5]], clean[[0, 2, 3, 5]])
@@ -115,15 +115,15 @@ def test_int8_sums_are_exact_at_the_largest_codes(native):
 
 
 @pytest.mark.parametrize("name", ["linear_int8", "linear_int4"])
-def test_rounding_the_activations_costs_next_to_nothing(native, rand, name):
+def test_rounding_the_activations_costs_next_to_nothing(kernels, rand, name):
     """A row with an outlier 100 times its typical size stays within 0.2% of unrounded activations."""
     weight, x = PACK[name](rand(64, 640)), rand(8, 640)
     x[:, 17] *= 100
     exact = x @ weight.dequantize().T
-    assert (getattr(native, name)(x, weight) - exact).norm() / exact.norm() < 2e-3
+    assert (getattr(kernels, name)(x, weight) - exact).norm() / exact.norm() < 2e-3
 
 
-def test_every_fp8_code_converts_exactly(native):
+def test_every_fp8_code_converts_exactly(kernels):
     """All 256 codes, subnormals and both NaNs included, are widened to torch's own values."""
     codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
     for k in (1, 7, 8, 16, 32, 33, 64, 100):
@@ -133,13 +133,13 @@ def test_every_fp8_code_converts_exactly(native):
             x = torch.zeros(5, k)
             x[:, column] = 1.0
             for m in (1, 5):
-                result = native.linear_fp8(x[:m], w)
+                result = kernels.linear_fp8(x[:m], w)
                 torch.testing.assert_close(
                     result, codes.float().expand(m, 256), rtol=0, atol=0, equal_nan=True
                 )
 
 
-def test_fp8_survives_flushing_of_subnormals(native):
+def test_fp8_survives_flushing_of_subnormals(kernels):
     """Code 1 (2^-9) is widened exactly where the caller has subnormal fp32 flushed to zero."""
     w = Fp8Weight(
         codes=torch.full((4, 64), 1, dtype=torch.uint8).view(torch.float8_e4m3fn), scale=torch.ones(4)
@@ -147,7 +147,7 @@ def test_fp8_survives_flushing_of_subnormals(native):
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")
     try:
-        assert torch.equal(native.linear_fp8(torch.ones(1, 64), w), torch.full((1, 4), 64 * 2.0**-9))
+        assert torch.equal(kernels.linear_fp8(torch.ones(1, 64), w), torch.full((1, 4), 64 * 2.0**-9))
     finally:
         torch.set_flush_denormal(False)
 
