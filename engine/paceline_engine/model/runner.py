@@ -26,7 +26,8 @@ from paceline_engine.model.kv import PagedKV
 from paceline_engine.model.ops import linear
 from paceline_engine.model.spec import ModelSpec
 from paceline_engine.model.weights import DecoderWeights
-from paceline_engine.quant.layout import bytes_per_step
+from paceline_engine.quant import layout
+from paceline_engine.quant.layout import bytes_per_step, looks_up_output
 from paceline_engine.quant.matrix import Matrix, to_device
 from paceline_engine.quant.store import OnFraction, WeightStore
 
@@ -293,7 +294,10 @@ class TorchRunner:
     def _load_variant(self, variant: Variant, on_fraction: OnFraction) -> None:
         matrices = self._store.matrices(variant, on_fraction=on_fraction)
         _page_in(matrices.values())
-        self._weights[variant] = DecoderWeights.assemble(
+        is_shared = self._spec.tied_embeddings and variant is Variant.BF16
+        if is_shared and variant in self._embeddings:
+            matrices[layout.OUTPUT] = self._embeddings[variant]
+        weights = DecoderWeights.assemble(
             self._spec,
             variant,
             matrices=matrices,
@@ -302,15 +306,19 @@ class TorchRunner:
             device=self._device,
             support=self._support,
         )
+        if is_shared:
+            self._embeddings[variant] = weights.output
+        self._weights[variant] = weights
 
     def _embedding_of(self, variant: Variant) -> Matrix | None:
-        """An untied embedding table, shared by all variants but the fp32 reference."""
-        if self._spec.tied_embeddings:
+        """The table where it is not the variant's output matrix; one for all variants but fp32."""
+        if looks_up_output(self._spec, variant):
             return None
         precision = Variant.FP32 if variant is Variant.FP32 else Variant.BF16
         if precision not in self._embeddings:
-            table = self._store.embedding(precision)
+            table = self._store.embedding(variant)
             assert table is not None
+            _page_in([table])
             self._embeddings[precision] = to_device(table, precision, self._device)
         return self._embeddings[precision]
 

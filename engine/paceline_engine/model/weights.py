@@ -41,7 +41,7 @@ class LayerWeights:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecoderWeights:
     embedding: Matrix
-    """[vocab, hidden]; the output matrix itself where they are tied."""
+    """[vocab, hidden]; may be the output matrix itself."""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     output: Matrix
@@ -49,7 +49,7 @@ class DecoderWeights:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of weights that a decode step of one token reads: of an untied embedding only one row."""
+        """Bytes of weights that a decode step of one token reads: of an embedding of its own only one row."""
         matrices = [self.output]
         vectors = [self.final_norm]
         for layer in self.layers:
@@ -80,7 +80,7 @@ class DecoderWeights:
         """Order the parts of ``quant.layout`` by layer.
 
         Args:
-            embedding: None where it is tied.
+            embedding: already on the device; None where tokens are looked up in the output matrix.
             support: what the device multiplies well; None for the CPU's kernels.
         """
         placed = {name: to_device(matrix, variant, device) for name, matrix in matrices.items()}

@@ -96,14 +96,13 @@ def round_checkpoint(
         ModelLoadError: a tensor of the checkpoint is absent or damaged.
     """
     spec = checkpoint.spec
-    table = layout.embedding(spec) or layout.matrices(spec)[-1]
     rounding = _Rounding(variant=variant, source=source, on_part=on_part, done={})
     weights = DecoderWeights.assemble(
         spec,
         variant,
         matrices={part.name: _Pending(part=part) for part in layout.matrices(spec)},
         vectors=vectors,
-        embedding=Bf16Weight(data=source(table).to(torch.bfloat16).contiguous()),
+        embedding=Bf16Weight(data=source(layout.embedding(spec)).to(torch.bfloat16).contiguous()),
         device=_CPU,
     )
     slices = _slices(sequences)

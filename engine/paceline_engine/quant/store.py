@@ -82,14 +82,20 @@ class WeightStore:
         return self._path(str(variant)).exists()
 
     def embedding(self, variant: Variant) -> Matrix | None:
-        """The embedding table where it is not the output matrix. Errors as ``matrices``.
+        """The embedding table, bf16 or fp32; None where the variant looks tokens up in its output matrix.
 
-        A step reads one of its rows a token, so a low precision would save no time: it is bf16, or fp32
-        for the reference.
+        Errors as ``matrices``.
         """
-        part = layout.embedding(self._checkpoint.spec)
-        if part is None:
+        spec = self._checkpoint.spec
+        if layout.looks_up_output(spec, variant):
             return None
+        if spec.tied_embeddings:
+            # The table is bf16's output matrix: no second copy of it where that variant is kept.
+            output = layout.matrices(spec)[-1]
+            kept = self._kept(str(Variant.BF16), (output,), Variant.BF16)
+            if kept is not None:
+                return kept[output.name]
+        part = layout.embedding(spec)
         precision = Variant.FP32 if variant is Variant.FP32 else Variant.BF16
         return self._load("embedding", (part,), precision, None)[part.name]
 
@@ -102,17 +108,21 @@ class WeightStore:
     ) -> dict[str, Matrix]:
         # The fp32 reference is for tests and comparisons: not worth a file larger than all others together.
         cached = precision is not Variant.FP32
-        path = self._path(kind)
-        if cached:
-            try:
-                if path.exists():
-                    return _assemble(parts, self._read(path, kind), precision)
-            except _UNUSABLE as error:
-                _LOG.warning("converting again, since %s cannot be used: %s", path, error)
+        if cached and (kept := self._kept(kind, parts, precision)) is not None:
+            return kept
         found = self._convert(parts, precision, on_fraction)
         if cached:
-            self._write(path, kind, _flatten(found))
+            self._write(self._path(kind), kind, _flatten(found))
         return found
+
+    def _kept(self, kind: str, parts: tuple[Part, ...], precision: Variant) -> dict[str, Matrix] | None:
+        """Parts from a file of the cache; None where there is none that can be used."""
+        path = self._path(kind)
+        try:
+            return _assemble(parts, self._read(path, kind), precision) if path.exists() else None
+        except _UNUSABLE as error:
+            _LOG.warning("converting again, since %s cannot be used: %s", path, error)
+            return None
 
     def _path(self, kind: str) -> Path:
         return self._directory / f"{self._checkpoint.digest[:32]}-{kind}-v{FORMAT_VERSION}.safetensors"

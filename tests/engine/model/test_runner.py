@@ -81,7 +81,7 @@ def test_copied_block_serves_another_sequence(lab: Any) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "llama"])
 def test_bytes_per_variant_count_what_a_step_reads(family: str, lab: Any, tmp_path: Path) -> None:
-    """A tied output matrix counts whole, an untied embedding as one row, bf16 as half of fp32."""
+    """The output matrix counts whole, an embedding beside it as one row, bf16 as half of fp32."""
     model = lab.reference(family)
     n_matrices = sum(
         p.numel()
@@ -98,6 +98,18 @@ def test_bytes_per_variant_count_what_a_step_reads(family: str, lab: Any, tmp_pa
     assert found[Variant.BF16] == 2 * (n_matrices + row) + 4 * n_vectors
     assert found[Variant.BF16] > found[Variant.INT8] > found[Variant.INT4]
     assert found[Variant.INT8] > n_matrices
+
+
+@pytest.mark.parametrize("order", [(Variant.BF16, Variant.INT4), (Variant.INT4, Variant.BF16)])
+def test_a_tied_table_is_in_memory_once(order: tuple[Variant, ...], lab: Any, tmp_path: Path) -> None:
+    """Whichever is loaded first, a low precision looks its tokens up in bf16's output matrix."""
+    runner = lab.runner(lab.reference("gemma3"), *order, cache_dir=tmp_path, lazy=True)
+    for variant in order:
+        runner.forward([lab.scattered(0).piece([1, 2], 0)], variant)
+    bf16, int4 = (runner._weights[variant] for variant in (Variant.BF16, Variant.INT4))
+    assert bf16.embedding is bf16.output
+    assert int4.embedding.tensors()["data"] is bf16.output.tensors()["data"]
+    assert int4.output is not bf16.output
 
 
 def test_progress_names_a_conversion_only_where_there_is_one(lab: Any, tmp_path: Path) -> None:

@@ -53,9 +53,7 @@ class CountingCheckpoint:
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
-        parts = [*matrices(self.spec), *vectors(self.spec)]
-        if (table := embedding(self.spec)) is not None:
-            parts.append(table)
+        parts = [*matrices(self.spec), *vectors(self.spec), embedding(self.spec)]
         for part in parts:
             rows = part.shape[0] // len(part.sources)
             if len(part.sources) == 3:
@@ -123,19 +121,47 @@ def test_the_reference_is_not_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*"))
 
 
-def test_tied_models_have_no_embedding_table(tmp_path: Path) -> None:
-    """Tied, the output matrix is made of the embedding; untied, the table is a bf16 one of its own."""
-    tied = CountingCheckpoint(spec=dataclasses.replace(SPEC, tied_embeddings=True))
-    store = WeightStore(tied, directory=tmp_path)
-    assert store.embedding(Variant.INT8) is None
-    assert torch.equal(
-        store.matrices(Variant.BF16)["output"].dequantize(),
-        tied.tensors["model.embed_tokens.weight"].bfloat16().float(),
-    )
-    untied = CountingCheckpoint()
-    table = WeightStore(untied, directory=tmp_path / "untied").embedding(Variant.INT4)
+TIED = dataclasses.replace(SPEC, tied_embeddings=True)
+
+
+@pytest.mark.parametrize("spec", [SPEC, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("variant", [Variant.FP8, Variant.INT8, Variant.INT4])
+def test_tokens_are_looked_up_in_bf16(spec: ModelSpec, variant: Variant, tmp_path: Path) -> None:
+    """Low precisions have a bf16 table, also where it is tied to an output matrix that is rounded."""
+    checkpoint = CountingCheckpoint(spec=spec)
+    table = WeightStore(checkpoint, directory=tmp_path).embedding(variant)
     assert table is not None
-    assert torch.equal(table.dequantize(), untied.tensors["model.embed_tokens.weight"].bfloat16().float())
+    expected = checkpoint.tensors["model.embed_tokens.weight"].bfloat16().float()
+    assert torch.equal(table.dequantize(), expected)
+
+
+@pytest.mark.parametrize("variant", [Variant.FP32, Variant.BF16])
+def test_unrounded_tied_matrices_are_the_table_too(variant: Variant, tmp_path: Path) -> None:
+    """Tied, the output matrix is made of the embedding, and tokens are looked up in it as it is."""
+    checkpoint = CountingCheckpoint(spec=TIED)
+    store = WeightStore(checkpoint, directory=tmp_path)
+    assert store.embedding(variant) is None
+    expected = checkpoint.tensors["model.embed_tokens.weight"]
+    if variant is Variant.BF16:
+        expected = expected.bfloat16().float()
+    assert torch.equal(store.matrices(variant)["output"].dequantize(), expected)
+
+
+def test_a_tied_table_is_kept_once(tmp_path: Path) -> None:
+    """Where the bf16 variant is kept, the table is read from its file, unless that file is damaged."""
+    WeightStore(CountingCheckpoint(spec=TIED), directory=tmp_path).matrices(Variant.BF16)
+    path = only_file(tmp_path)
+    checkpoint = CountingCheckpoint(spec=TIED)
+    table = WeightStore(checkpoint, directory=tmp_path).embedding(Variant.INT4)
+    assert table is not None
+    assert checkpoint.reads == 0
+    assert only_file(tmp_path) == path
+    expected = table.dequantize()
+    _flip_one_bit(path)
+    again = WeightStore(checkpoint, directory=tmp_path).embedding(Variant.INT4)
+    assert again is not None
+    assert checkpoint.reads == 1
+    assert torch.equal(again.dequantize(), expected)
 
 
 def _truncate(path: Path) -> None:
