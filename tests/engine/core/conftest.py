@@ -316,7 +316,7 @@ def make_bench() -> Callable[..., Bench]:
 @pytest.fixture
 def taint_bench() -> Bench:
     """Over a small cache whose KV tells what it was computed from."""
-    return Bench(TaintRunner(40, 4), EngineConfig(max_sequences=8, adapt_drafts=False))
+    return Bench(TaintRunner(22, 4), EngineConfig(max_sequences=8, adapt_drafts=False))
 
 
 @pytest.fixture
