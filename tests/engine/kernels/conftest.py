@@ -20,7 +20,7 @@ from paceline_engine.kernels.selection import INSTRUCTION_SETS, open_library, se
 ROOT = Path(__file__).parents[3]
 EMULATED = "avx512 (emulated)"
 TORCH = "torch"
-EMULATION = ["-mavx2", "-mfma", "-include", str(Path(__file__).with_name("avx512_emulated.h"))]
+EMULATION = ["-O2", "-mavx2", "-mfma", "-include", str(Path(__file__).with_name("avx512_emulated.h"))]
 
 
 def _open_library() -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
