@@ -58,7 +58,8 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A span of time with one cause: ``queue``, ``prefill``, ``decode``, ``tool`` or ``consumer``."""
+    """A span of time with one cause: ``grammar``, ``queue``, ``prefill``, ``decode``, ``tool`` or
+    ``consumer``."""
 
     name: str
     started_at_s: float
@@ -77,6 +78,8 @@ class Timeline:
     mode: Mode
     submitted_at_s: float
     """The client handed the request to the backend."""
+    queued_at_s: float | None = None
+    """Its grammar was compiled and it entered the queue; None where that was at once."""
     started_at_s: float | None = None
     """The first step with this generation began: the queue ended."""
     tokens: tuple[TokenTime, ...] = ()
@@ -94,6 +97,11 @@ class Timeline:
     @property
     def n_tokens(self) -> int:
         return sum(token.n_tokens for token in self.tokens)
+
+    @property
+    def grammar_ms(self) -> float:
+        """Time from submission until the grammar was compiled, where that had to be waited for."""
+        return 0.0 if self.queued_at_s is None else (self.queued_at_s - self.submitted_at_s) * 1e3
 
     def ttft_ms(self, *, delivered: bool = False) -> float | None:
         """Time from submission to the first token, made or delivered; None if there is none."""
@@ -120,12 +128,16 @@ class Timeline:
         return (end - self.submitted_at_s) * 1e3
 
     def phases(self) -> tuple[Phase, ...]:
-        """Queue, prefill and decode, as far as the generation came, without gaps."""
+        """Grammar, queue, prefill and decode, as far as the generation came, without gaps."""
         ends = self.finished_at_s
         first = self.tokens[0].made_at_s if self.tokens else None
         found: list[Phase] = []
+        queued_at_s = self.submitted_at_s
+        if self.queued_at_s is not None:
+            found.append(Phase(name="grammar", started_at_s=queued_at_s, ended_at_s=self.queued_at_s))
+            queued_at_s = self.queued_at_s
         if (queue_end := self.started_at_s if self.started_at_s is not None else ends) is not None:
-            found.append(Phase(name="queue", started_at_s=self.submitted_at_s, ended_at_s=queue_end))
+            found.append(Phase(name="queue", started_at_s=queued_at_s, ended_at_s=queue_end))
         if (
             self.started_at_s is not None
             and (prefill_end := first if first is not None else ends) is not None

@@ -202,6 +202,9 @@ class Predictor:
         so a generation that ended early, was cancelled or failed tells as much as it can: one without
         a first token only tells of its steps. ``prediction`` (for the cap) is not needed for that.
         """
+        if timeline.queued_at_s is not None:
+            # The first use of a grammar says nothing of the mode: learn from after it.
+            timeline = replace(timeline, submitted_at_s=timeline.queued_at_s, queued_at_s=None)
         state = self._state(mode.variant)
         measured = _measured(mode, timeline)
         # What waited for its weights happens once a start, and says nothing of the turns to come.

@@ -11,10 +11,10 @@ Blame, in this order:
 2. Where the prediction itself (p50) was over the limit, the largest phase is blamed: nothing was slower
    than it was known to be.
 3. Else the phase whose measured time exceeds its predicted time most. Tools, the agent and the consumer
-   are predicted to take no time.
+   are predicted to take no time, and neither is the first use of a grammar.
 
-Phases that count: for TTFT ``queue``, ``prefill`` and ``consumer``; for TPOT ``decode`` and ``consumer``;
-for E2E all, with ``tool`` and ``agent`` (the time between calls).
+Phases that count: for TTFT ``grammar``, ``queue``, ``prefill`` and ``consumer``; for TPOT ``decode`` and
+``consumer``; for E2E all, with ``tool`` and ``agent`` (the time between calls).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def turn_phases(
 
 
 def _of_generation(number: int, record: GenerationRecord) -> Iterable[Phase]:
-    """Queue counts from the call; ``consumer`` is the lag of the last delivery behind its making."""
+    """The first counts from the call; ``consumer`` is the lag of the last delivery behind its making."""
     label = {"generation": number, "kind": record.kind}
-    for phase in record.timeline.phases():
+    for place, phase in enumerate(record.timeline.phases()):
         attributes = {**label, **phase.attributes}
-        if phase.name == "queue":
+        if place == 0:
             attributes["decide_ms"] = record.decide_ms
             phase = replace(phase, started_at_s=record.called_at_s)
         yield replace(phase, attributes=attributes)
@@ -169,8 +169,10 @@ def _first_token_shares(
     queue = record.predicted_queue_ms
     prefill = 0.0 if prediction is None else max(0.0, prediction.ttft.p50_ms - queue)
     late = 0.0 if delivered_at_s is None else (delivered_at_s - made) * 1e3
+    waited = (started - record.called_at_s) * 1e3 - line.grammar_ms
     return {
-        "queue": _Share(measured_ms=(started - record.called_at_s) * 1e3, predicted_ms=queue),
+        "grammar": _Share(measured_ms=line.grammar_ms),
+        "queue": _Share(measured_ms=waited, predicted_ms=queue),
         "prefill": _Share(measured_ms=(made - started) * 1e3, predicted_ms=prefill),
         "consumer": _Share(measured_ms=late),
     }

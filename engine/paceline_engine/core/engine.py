@@ -25,6 +25,7 @@ from paceline_engine.core.residency import Residency
 from paceline_engine.core.scoring import Scoring
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.fidelity import FidelityRequest
+from paceline_engine.grammar.base import Grammar
 from paceline_engine.grammar.compiler import Compiled, GrammarCompiler
 from paceline_engine.loading.base import Tokenizer
 from paceline_engine.mode import Variant
@@ -74,7 +75,12 @@ class Engine:
         )
         self._measurements = Measurements(runner, self._pool, self._lock, self._residency)
         self._eos_ids = frozenset((*tokenizer.eos_token_ids, *runner.spec.eos_token_ids))
-        self._grammars = GrammarCompiler(tokenizer, vocab_size=runner.spec.vocab_size, end_ids=self._eos_ids)
+        self._grammars = GrammarCompiler(
+            tokenizer,
+            vocab_size=runner.spec.vocab_size,
+            end_ids=self._eos_ids,
+            others_run=lambda: self.has_work,
+        )
         self._speculator = Speculator(
             runner,
             common_ids(tokenizer, runner.spec.vocab_size, also=self._eos_ids),
@@ -98,6 +104,14 @@ class Engine:
         with self._lock:
             return bool(self._ledger.requests) or self._measurements.has_work
 
+    def prepare_grammars(self) -> None:
+        """Do now what is done once for all grammars, and holds the interpreter lock for half a second.
+
+        Raises:
+            MissingExtraError: the grammar library is not installed.
+        """
+        self._grammars.prepare()
+
     def submit(self, request: GenerationRequest, plan: Plan, *, submitted_at_s: float) -> None:
         """Queue a generation. A grammar is compiled here, on the caller's thread.
 
@@ -110,8 +124,12 @@ class Engine:
         """
         validate.check_generation(request, plan, self._runner)
         self._check_deadline(plan)
-        grammar = None if request.grammar is None else self._compile(request, plan)
         sequence = self._new_sequence(request, plan, submitted_at_s, weight=request.n)
+        grammar = None
+        if request.grammar is not None:
+            at_once = self._grammars.has(request.grammar)
+            grammar = self._compile(request.grammar, plan)
+            sequence.queued_at_s = None if at_once else self._clock()
         self._enter(
             Generation(
                 request,
@@ -281,9 +299,8 @@ class Engine:
                 self._ledger.commit(result)
             return self._ledger.emit()
 
-    def _compile(self, request: GenerationRequest, plan: Plan) -> Compiled:
-        assert request.grammar is not None
-        compiled = self._grammars.compile(request.grammar)
+    def _compile(self, grammar: Grammar, plan: Plan) -> Compiled:
+        compiled = self._grammars.compile(grammar)
         validate.check_grammar_fits(compiled, plan)
         self._check_deadline(plan)  # compiling takes time
         return compiled

@@ -205,6 +205,7 @@ def timeline_of(
     return Timeline(
         mode=sequence.plan.mode,
         submitted_at_s=sequence.submitted_at_s,
+        queued_at_s=sequence.queued_at_s,
         started_at_s=sequence.started_at_s,
         tokens=tuple(tokens),
         finished_at_s=finished_at_s,

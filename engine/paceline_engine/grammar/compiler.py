@@ -3,37 +3,57 @@
 It keeps an Earley parser over a lexer of derivatives of regular expressions and walks the vocabulary as a
 trie, so that a mask for 262,144 tokens takes about 50 microseconds. Every step's work is bounded by its
 limits, so no grammar can hold a step up.
+
+Building the trie of a large vocabulary holds the interpreter lock for half a second, in which nothing else
+can run: it belongs to the start of an engine. Compiling a grammar gives the lock back.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import copy
 import importlib
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from paceline_engine.errors import InvalidValueError, MissingExtraError
 from paceline_engine.grammar.base import Grammar, GrammarKind
-from paceline_engine.grammar.ending import find_ending
+from paceline_engine.grammar.ending import TooHeavy, find_ending
 from paceline_engine.loading.base import Tokenizer
 
 _MOST_CACHED = 64
+_AWAKE_S = 2e-3
+_REST_SHARE = 4.0
+"""How much longer a search rests than it works while others run."""
 _END_BYTE = 256
 """The token that ends, in the vocabulary of single bytes."""
 
 
+@runtime_checkable
+class _Table(Protocol):
+    """A tokenizer that gives the bytes of all its tokens at once."""
+
+    def all_bytes(self) -> list[bytes]: ...
+
+
 class Vocabulary:
-    """The tokens as a grammar library wants them, made once for each tokenizer; some seconds of work."""
+    """The tokens as a grammar library wants them, made once for each tokenizer; about a second of work."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_ids: Collection[int]) -> None:
         self.vocab_size = vocab_size
         self._library = _library()
-        self._pieces = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-        self._ids = {piece: token_id for token_id, piece in reversed(list(enumerate(self._pieces))) if piece}
+        if isinstance(tokenizer, _Table):
+            self._pieces = tokenizer.all_bytes()[:vocab_size]
+        else:
+            self._pieces = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        # Backwards, so that the first of equal tokens stays.
+        self._ids = dict(zip(reversed(self._pieces), range(vocab_size - 1, -1, -1), strict=True))
+        self._ids.pop(b"", None)
         self._longest = max(map(len, self._ids), default=1)
         ends = sorted(token_id for token_id in end_ids if token_id < vocab_size)
         # The library needs some token to end with. One beyond the vocabulary serves where there is none.
@@ -79,8 +99,13 @@ class Vocabulary:
 class Compiled:
     """A grammar ready to be used for any number of outputs."""
 
-    def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, grammar: Grammar, vocabulary: Vocabulary, *, rest: Callable[[], None] | None = None
+    ) -> None:
         """
+        Args:
+            rest: called again and again in between; may sleep.
+
         Raises:
             InvalidValueError: the grammar is not valid, not supported, too heavy, or nothing can match it.
         """
@@ -90,17 +115,20 @@ class Compiled:
         for matcher in (self._tokens, self._bytes):
             if matcher.is_error():
                 raise _refused(grammar, matcher.get_error())
-        if self.shortest is None:
+        try:
+            self.ending = find_ending(
+                self._bytes.deep_copy(), json=grammar.kind is GrammarKind.JSON_SCHEMA, rest=rest
+            )
+            """The shortest output that was found; None where the search gave up."""
+        except TooHeavy as error:
+            raise _refused(grammar, str(error)) from error
+        found = None if self.ending is None else vocabulary.tokenize(self.ending)
+        self.shortest = None if found is None else tuple(found)
+        """Tokens of it."""
+        if self.ending is None:
             first = self._bytes.deep_copy()
             if not any(first.compute_bitmask()) or first.is_error():
                 raise _refused(grammar, "nothing can match it")
-
-    @cached_property
-    def shortest(self) -> tuple[int, ...] | None:
-        """Tokens of the shortest output that was found; None where the search gave up."""
-        ending = find_ending(self._bytes.deep_copy(), json=self.grammar.kind is GrammarKind.JSON_SCHEMA)
-        found = None if ending is None else self.vocabulary.tokenize(ending)
-        return None if found is None else tuple(found)
 
     def matchers(self) -> tuple[Any, Any]:
         """A matcher over tokens and one over bytes, both at the beginning, for one output."""
@@ -110,16 +138,50 @@ class Compiled:
 class GrammarCompiler:
     """Compiles for one model and keeps the latest grammars. May be used from several threads at once."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        end_ids: Collection[int],
+        others_run: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """
+        Args:
+            others_run: whether other threads have work that compiling should leave the interpreter to.
+        """
         self._tokenizer = tokenizer
+        self._others_run = others_run
         self._vocab_size = min(vocab_size, tokenizer.vocab_size)
         self._end_ids = frozenset(end_ids)
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._under_way: dict[Grammar, concurrent.futures.Future[Compiled]] = {}
         self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
 
+    def prepare(self) -> Vocabulary:
+        """Build what all grammars share, once. Holds the interpreter lock for most of its time.
+
+        Raises:
+            MissingExtraError: the grammar library is not installed.
+        """
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(
+                    self._tokenizer, vocab_size=self._vocab_size, end_ids=self._end_ids
+                )
+            return self._vocabulary
+
+    def has(self, grammar: Grammar) -> bool:
+        """Whether ``compile`` gives it at once."""
+        with self._lock:
+            return grammar in self._cache
+
     def compile(self, grammar: Grammar) -> Compiled:
-        """The grammar, compiled or from the cache. Takes milliseconds, and seconds the first time.
+        """The grammar, compiled, from the cache, or from another thread that compiles it now.
+
+        Takes milliseconds for most grammars and seconds for some; after ``prepare`` other threads run on.
 
         Raises:
             InvalidValueError: the grammar is not valid, not supported, too heavy, or nothing can match it.
@@ -129,18 +191,47 @@ class GrammarCompiler:
             if (found := self._cache.get(grammar)) is not None:
                 self._cache.move_to_end(grammar)
                 return found
-        with self._vocabulary_lock:
-            vocabulary = self._vocabulary
-        compiled = Compiled(grammar, vocabulary)
-        with self._lock:
-            self._cache[grammar] = compiled
-            while len(self._cache) > _MOST_CACHED:
-                self._cache.popitem(last=False)
+            other = self._under_way.get(grammar)
+            if other is None:
+                mine = self._under_way[grammar] = concurrent.futures.Future[Compiled]()
+        if other is not None:
+            error = other.exception()
+            if error is not None:
+                raise copy.copy(error)
+            return other.result()
+        try:
+            compiled = Compiled(grammar, self.prepare(), rest=_Rests(self._others_run))
+        except BaseException as error:
+            self._end(grammar, None)
+            mine.set_exception(error)
+            raise
+        self._end(grammar, compiled)
+        mine.set_result(compiled)
         return compiled
 
-    @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self._tokenizer, vocab_size=self._vocab_size, end_ids=self._end_ids)
+    def _end(self, grammar: Grammar, compiled: Compiled | None) -> None:
+        with self._lock:
+            del self._under_way[grammar]
+            if compiled is not None:
+                self._cache[grammar] = compiled
+            while len(self._cache) > _MOST_CACHED:
+                self._cache.popitem(last=False)
+
+
+class _Rests:
+    """Sleeps most of the time while others run: looking for an end is Python, and so holds them up."""
+
+    def __init__(self, others_run: Callable[[], bool]) -> None:
+        self._others_run = others_run
+        self._awake_since_s = time.perf_counter()
+
+    def __call__(self) -> None:
+        awake_s = time.perf_counter() - self._awake_since_s
+        if awake_s < _AWAKE_S:
+            return
+        if self._others_run():
+            time.sleep(_REST_SHARE * awake_s)
+        self._awake_since_s = time.perf_counter()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,7 +276,8 @@ def _escaped(text: str) -> str:
 
 
 def _refused(grammar: Grammar, reason: str) -> InvalidValueError:
-    heavy = any(word in reason for word in ("too complex", "too large", "limit", "fuel"))
+    heavy = any(word in reason for word in ("too complex", "too large", "limit", "fuel", "max is"))
+    reason = reason.partition("<state>")[0]  # what follows is for the library's authors
     return InvalidValueError(
         str(grammar.kind),
         observed=grammar.text,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch
 from paceline_engine.chunk import FinishReason
 from paceline_engine.grammar.base import GrammarKind
 from paceline_engine.grammar.compiler import Compiled
-from paceline_engine.grammar.ending import find_ending, leads_to_end
+from paceline_engine.grammar.ending import TooHeavy, find_ending, leads_to_end, quick_endings
 from paceline_engine.sampling.constraint import ConstraintFault
 
 _UNKNOWN_ENDING_TOKENS = 64
-"""Tokens kept for the end where no way to it was found."""
+"""Tokens kept for the end where no way to it was found, beside those of the last way that was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class GrammarConstraint:
         self._limit = max_tokens
         self._state: list[int] = []
         """The output tokens that both matchers have taken."""
-        self._ending: tuple[int, bytes] = (0, b"")
+        self._ending: tuple[int, bytes] = (0, compiled.ending or b"")
         """How many bytes had been taken when this way to the end was found."""
         self._landings: dict[int, Landing] = {}
 
@@ -66,9 +67,7 @@ class GrammarConstraint:
         if not self._follow(output_ids):
             return
         packed = np.frombuffer(self._tokens.compute_bitmask(), dtype=np.uint8)
-        if self._tokens.is_error():
-            reason = str(self._tokens.get_error()).partition("\n")[0]
-            raise ConstraintFault(f"the grammar is too heavy at this place: {reason}")
+        self._check()
         bits = np.zeros(logits.shape[0], dtype=np.bool_)
         known = np.unpackbits(packed, bitorder="little")[
             : min(len(bits), self._compiled.vocabulary.vocab_size)
@@ -94,7 +93,7 @@ class GrammarConstraint:
         needed = self._needed(left)
         if needed is not None and needed <= left:
             return True
-        if needed is None and left >= _UNKNOWN_ENDING_TOKENS:
+        if needed is None and left >= _UNKNOWN_ENDING_TOKENS + len(self._ending[1]):
             return True
         self._land(output_ids)
         return False
@@ -110,7 +109,11 @@ class GrammarConstraint:
 
     def complete(self, output_ids: Sequence[int]) -> bool:
         """Whether the output is valid and nothing can follow it."""
-        return self._follow(output_ids) and self._tokens.is_accepting() and bool(self._tokens.is_stopped())
+        try:
+            return self._follow(output_ids) and self._tokens.is_accepting() and self._tokens.is_stopped()
+        except ConstraintFault:
+            # The next draw ends the request with it.
+            return False
 
     def landing(self, n_output: int) -> Landing | None:
         """Where the limit first decided one of the first ``n_output`` tokens; None where it never did."""
@@ -149,19 +152,33 @@ class GrammarConstraint:
             return []
         tokenize = self._compiled.vocabulary.tokenize
         n_taken = self._n_bytes()
+        nearest: list[int] | None = None
+        for way in self._ways(n_taken):
+            tokens = tokenize(way)
+            if tokens is None:
+                continue
+            if len(tokens) <= left:
+                self._ending = (n_taken, way)
+                return tokens
+            if nearest is None or len(tokens) < len(nearest):
+                nearest = tokens
+        # The way known before is kept: where this token is not admitted, the output follows it.
+        return nearest
+
+    def _ways(self, n_taken: int) -> Iterator[bytes]:
+        """Ways to an end, those that cost least to find first."""
         before, known = self._ending
         for way in (known[n_taken - before :] if n_taken >= before else b"", known):
             # What was known before is often a way still: its beginning was taken, or a string grew.
             if way and leads_to_end(self._bytes, way):
-                tokens = tokenize(way)
-                if tokens is not None and len(tokens) <= left:
-                    self._ending = (n_taken, way)
-                    return tokens
-        found = find_ending(self._bytes, json=self._json)
-        if found is None:
-            return None
-        self._ending = (n_taken, found)
-        return tokenize(found)
+                yield way
+        # Copies: a search that passes the library's limits breaks its matcher.
+        with contextlib.suppress(TooHeavy):
+            yield from quick_endings(self._bytes.deep_copy(), json=self._json)
+        if not known:
+            with contextlib.suppress(TooHeavy):
+                if (found := find_ending(self._bytes.deep_copy(), json=self._json)) is not None:
+                    yield found
 
     def _follow(self, output_ids: Sequence[int]) -> bool:
         """Bring both matchers to the state after ``output_ids``; False where the grammar forbids them."""
@@ -176,6 +193,7 @@ class GrammarConstraint:
             self._roll_back(len(state) - n_same)
         for token_id in itertools.islice(output_ids, len(state), None):
             if self._tokens.try_consume_tokens([token_id]) != 1:
+                self._check()
                 return False
             piece = list(self._compiled.vocabulary.piece(token_id))
             n_taken = self._bytes.try_consume_tokens(piece)
@@ -183,6 +201,12 @@ class GrammarConstraint:
                 raise ConstraintFault("the grammar's states over tokens and over bytes have come apart")
             state.append(token_id)
         return True
+
+    def _check(self) -> None:
+        """Raise ``ConstraintFault`` where the matcher has passed a limit: it would allow anything."""
+        if self._tokens.is_error():
+            reason = str(self._tokens.get_error()).partition("\n")[0]
+            raise ConstraintFault(f"the grammar is too heavy at this place: {reason}")
 
     def _roll_back(self, n_tokens: int) -> None:
         if n_tokens == 0:

@@ -5,22 +5,46 @@ uniform-cost search (Dijkstra, 1959) over bytes, on a matcher of the same gramma
 bytes, where a step costs microseconds. Runs of forced bytes are taken at once. Of the ways of equal length
 after which the same bytes may come, only some are followed. That can make an ending longer than it need be
 or leave it unfound, but never wrong: what is found was accepted by the matcher.
+
+Where that gives up, because letters fan out too far, a second search goes deep first, closes what it can and
+tries only a few letters of each kind.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, auto
+from itertools import islice
 from typing import Protocol
 
 _MOST_TRIALS = 6_000
 """Bytes tried in one search."""
+_QUICK_TRIALS = 1_000
+"""In a search within a step; each takes about 10 microseconds."""
 _MOST_ALIKE = 3
 """Ways of equal length followed further where the same bytes may come next."""
 _CLOSERS = b"}]"
 _FREE_TEXT = 32
 """Where a quote is allowed beside this many other bytes, it ends a string."""
+_FEW = 2
+"""Letters of each kind that a thin search tries."""
+_KINDS = (b"abcdefghijklmnopqrstuvwxyz", b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", b"0123456789")
+
+
+class TooHeavy(Exception):
+    """The matcher has passed a limit of its library and is of no use any more; the message says which."""
+
+
+class _Ways(Enum):
+    """Which of the next bytes a search tries."""
+
+    CLOSING = auto()
+    """Those that close strings, arrays and objects, where they may come."""
+    ALL = auto()
+    DEEP = auto()
+    """What closes, then other signs, then a few letters of each kind; the longest way first."""
 
 
 class ByteMatcher(Protocol):
@@ -36,17 +60,39 @@ class ByteMatcher(Protocol):
 
     def is_accepting(self) -> bool: ...
 
+    def is_error(self) -> bool: ...
 
-def find_ending(matcher: ByteMatcher, *, json: bool) -> bytes | None:
+    def get_error(self) -> str: ...
+
+
+def find_ending(matcher: ByteMatcher, *, json: bool, rest: Callable[[], None] | None = None) -> bytes | None:
     """Bytes that lead from the matcher's state to an accepting one; None where the search gave up.
 
     Args:
         matcher: left in the state in which it came.
         json: first look only at ways that close strings, arrays and objects as soon as they can.
+        rest: called after each way that was looked at; may sleep.
+
+    Raises:
+        TooHeavy: a limit of the library was passed; the matcher is left broken.
     """
-    if json and (found := _search(matcher, closing=True)) is not None:
-        return found
-    return _search(matcher, closing=False)
+    for ways in _Ways if json else (_Ways.ALL, _Ways.DEEP):
+        if (found := _search(matcher, ways, rest)) is not None:
+            return found
+    return None
+
+
+def quick_endings(matcher: ByteMatcher, *, json: bool) -> Iterator[bytes]:
+    """Ways to an end that a step has time to look for, not always the shortest; none where none was found.
+
+    ``matcher`` is left in the state in which it came.
+
+    Raises:
+        TooHeavy: a limit of the library was passed; the matcher is left broken.
+    """
+    for ways in (_Ways.DEEP, _Ways.CLOSING) if json else (_Ways.DEEP,):
+        if (found := _search(matcher, ways, None, most=_QUICK_TRIALS)) is not None:
+            yield found
 
 
 def leads_to_end(matcher: ByteMatcher, ending: bytes) -> bool:
@@ -57,46 +103,87 @@ def leads_to_end(matcher: ByteMatcher, ending: bytes) -> bool:
     return ends
 
 
-def _search(matcher: ByteMatcher, *, closing: bool) -> bytes | None:
+def _search(
+    matcher: ByteMatcher, ways: _Ways, rest: Callable[[], None] | None, *, most: int = _MOST_TRIALS
+) -> bytes | None:
     if matcher.is_accepting():
         return b""
-    heap: list[tuple[int, bytes, bool]] = [(0, b"", False)]
+    walk = _Walk(matcher)
+    found = _cheapest(walk, matcher, ways, rest, most)
+    walk.to(b"")
+    return found
+
+
+def _cheapest(
+    walk: _Walk, matcher: ByteMatcher, ways: _Ways, rest: Callable[[], None] | None, most: int
+) -> bytes | None:
+    heap: list[tuple[int, int, bytes, bool]] = [(0, 0, b"", False)]
     seen: Counter[tuple[int, bytes]] = Counter()
     n_trials = 0
     while heap:
-        _, path, accepting = heapq.heappop(heap)
+        _, _, path, accepting = heapq.heappop(heap)
         if accepting:
             return path
-        n_path = matcher.try_consume_tokens(list(path))
-        assert n_path == len(path), "a way that was walked before is closed now"
+        walk.to(path)
+        n_path = len(path)
         forced = matcher.compute_ff_bytes()
-        for byte in forced[:1] or _next_bytes(matcher.compute_bitmask(), closing=closing):
+        for rank, byte in enumerate(forced[:1] or _next_bytes(matcher.compute_bitmask(), ways)):
             n_trials += 1
-            run = _walk(matcher, byte)
+            run = _take(matcher, byte)
             ends, mask = matcher.is_accepting(), matcher.compute_bitmask()
             matcher.rollback(len(run))
             key = (n_path + len(run), mask)
             if run and (ends or seen[key] < _MOST_ALIKE):
                 seen[key] += 1
-                heapq.heappush(heap, (n_path + len(run), path + run, ends))
-        matcher.rollback(n_path)
-        if n_trials > _MOST_TRIALS:
+                cost = (len(path + run), 0) if ways is not _Ways.DEEP else (-len(path + run), rank)
+                heapq.heappush(heap, (*cost, path + run, ends))
+        if n_trials > most:
             return None
+        if rest is not None:
+            rest()
     return None
 
 
-def _walk(matcher: ByteMatcher, byte: int) -> bytes:
+class _Walk:
+    """Keeps the matcher at a path, and goes to the next one over what the two share."""
+
+    def __init__(self, matcher: ByteMatcher) -> None:
+        self._matcher = matcher
+        self._path = b""
+
+    def to(self, path: bytes) -> None:
+        n_same = _n_shared(self._path, path)
+        if n_back := len(self._path) - n_same:
+            self._matcher.rollback(n_back)
+        n_taken = self._matcher.try_consume_tokens(list(path[n_same:]))
+        if n_same + n_taken != len(path):
+            raise TooHeavy(self._matcher.get_error() or "a way that was walked before is closed now")
+        self._path = path
+
+
+def _n_shared(one: bytes, other: bytes) -> int:
+    """Bytes at the beginning that are equal."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def _take(matcher: ByteMatcher, byte: int) -> bytes:
     """Take ``byte`` and what is forced after it; the bytes taken."""
     if matcher.try_consume_tokens([byte]) == 0:
+        if matcher.is_error():
+            raise TooHeavy(matcher.get_error())
         return b""
     forced = matcher.compute_ff_bytes()
     return bytes([byte]) + forced[: matcher.try_consume_tokens(list(forced))]
 
 
-def _next_bytes(mask: bytes, *, closing: bool) -> list[int]:
+def _next_bytes(mask: bytes, ways: _Ways) -> list[int]:
     """The bytes worth trying of those that ``mask`` allows."""
     allowed = list(_set_bits(mask))
-    if closing:
+    if ways is _Ways.CLOSING:
         in_text = len(allowed) > _FREE_TEXT
         if in_text and ord('"') in allowed:
             return [ord('"')]
@@ -107,7 +194,15 @@ def _next_bytes(mask: bytes, *, closing: bool) -> list[int]:
                 return [ord(",")]
             allowed = [byte for byte in allowed if byte != ord("-")]
     # Characters of several bytes cost more; they are tried where nothing else is allowed.
-    return [byte for byte in allowed if 0x20 <= byte < 0x7F] or allowed
+    plain = [byte for byte in allowed if 0x20 <= byte < 0x7F] or allowed
+    return _thinned(plain) if ways is _Ways.DEEP else plain
+
+
+def _thinned(allowed: Iterable[int]) -> list[int]:
+    found = list(allowed)
+    few = [byte for kind in _KINDS for byte in islice((each for each in found if each in kind), _FEW)]
+    signs = [byte for byte in found if not any(byte in kind for kind in _KINDS)]
+    return sorted(signs, key=lambda byte: byte not in b'"' + _CLOSERS) + few
 
 
 def _set_bits(mask: bytes) -> Iterator[int]:

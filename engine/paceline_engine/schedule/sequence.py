@@ -64,6 +64,8 @@ class SequenceState:
 
         self.removed = False
         self.last_step = -1
+        self.queued_at_s: float | None = None
+        """When its grammar was compiled; None where nothing had to be waited for."""
         self.started_at_s: float | None = None
         self.first_token_at_s: float | None = None
         self.last_token_at_s: float | None = None
@@ -117,6 +119,7 @@ class SequenceState:
         child.variant_changes = self.variant_changes
         child.variant_since_tokens = self.variant_since_tokens
         child.variant_held = self.variant_held
+        child.queued_at_s = self.queued_at_s
         child.started_at_s = self.started_at_s
         child.cached_tokens = self.cached_tokens
         child.last_step = self.last_step

@@ -73,3 +73,14 @@ def test_ignore_eos_and_a_grammar_exclude_one_another(make_bench: Callable[..., 
     """A grammar says where the output ends, so going on beyond that is refused."""
     with pytest.raises(InvalidValueError, match="ignore_eos"):
         make_bench().submit("a", [1], grammar=WORDS, ignore_eos=True)
+
+
+def test_the_first_use_of_a_grammar_is_a_phase_of_its_own(make_bench: Callable[..., object]) -> None:
+    """What compiling took stands before the queue in the timeline; the second use has no such phase."""
+    bench = make_bench(n_blocks=64)
+    for name in ("first", "second"):
+        bench.submit(name, [1, 2, 3], bench.plan(20), grammar=WORDS)
+    out = bench.run()
+    first, second = ([one.name for one in out.finish(name).timeline.phases()] for name in ("first", "second"))
+    assert first == ["grammar", "queue", "prefill", "decode"]
+    assert second == ["queue", "prefill", "decode"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,7 +37,7 @@ class EmbeddedConfig:
     """Load a variant when it is first used: less memory, and a slightly quicker start. It loads beside the
     steps: streams of other variants go on, and the first request for it waits until it is there. A load that
     fails ends the requests that wait for it. What was never converted is converted at the start all the same.
-    """
+    What all grammars share is then built with the first one, for which all streams wait half a second."""
     speculations: tuple[Speculation, ...] | None = None
     """Ways to draft that are offered to plans. Default: ``int4`` drafting for the others, with repeated text
     first, where it is loaded beside another variant; and repeated text alone."""
@@ -115,6 +116,13 @@ class EmbeddedConfig:
                 observed=self.step_policy,
                 limit="of the form 'module:factory'",
                 remedy="name a factory that the worker can import",
+            )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise InvalidValueError(
+                "device",
+                observed=self.device,
+                limit="'auto', 'cpu', 'cuda' or one CUDA device, such as 'cuda:1'",
+                remedy="'auto' takes CUDA where there is one, else the CPU",
             )
         if self.host not in ("process", "thread"):
             raise InvalidValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.util
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +69,6 @@ def open_engine(
     on_progress(Progress(stage="load", done=0.9, message="first pass of each variant"))
     _warm(runner)
     runner.capture_decode(max_sequences=config.max_sequences, variants=runner.loaded)
-    on_progress(Progress(stage="load", done=1.0))
     facts = speed_facts(checkpoint.digest, config)
     fingerprint = fingerprint_of(facts)
     engine = Engine(
@@ -83,6 +84,12 @@ def open_engine(
     )
     for adapter, path in config.adapters.items():
         engine.load_adapter(adapter, path)
+    if not config.lazy:
+        on_progress(Progress(stage="load", done=0.95, message="the vocabulary, for grammars"))
+        # Not with the first grammar: nothing else in this process can run meanwhile.
+        with contextlib.suppress(MissingExtraError):
+            engine.prepare_grammars()
+    on_progress(Progress(stage="load", done=1.0))
     info = ModelInfo(
         name=checkpoint.name,
         fingerprint=fingerprint,
@@ -97,6 +104,20 @@ def open_engine(
         has_chat_template=tokenizer.has_chat_template,
     )
     return OpenedEngine(engine=engine, info=info)
+
+
+def check(config: EmbeddedConfig) -> None:
+    """Raise at once what ``open_engine`` would raise in the worker, as far as it shows without torch.
+
+    Raises:
+        ModelError: nothing is at the model's path, or nothing that is read.
+        MissingExtraError: torch, or a part that the model's name needs, is not installed.
+    """
+    from paceline_engine.loading import check as check_model
+
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("engine", needed_for="the embedded backend")
+    check_model(config.model)
 
 
 def open_tokenizer(config: EmbeddedConfig) -> Tokenizer:

@@ -38,6 +38,8 @@ _PR_SET_PDEATHSIG = 1
 _LOADING_THRESHOLD = 200_000
 """Objects made between two collections, until the engine is ready."""
 
+_SWITCH_INTERVAL_S = 2e-4
+
 
 def main() -> None:
     sock, parent_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
@@ -68,6 +70,9 @@ def main() -> None:
         traceback.print_exc()
         emit(StartFailed(error=start_error(error, launch.config.model)))
         os._exit(1)
+    # A grammar is compiled beside the steps, which must not wait the usual 5 ms for the interpreter at each
+    # of their operators.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # What loading made lives as long as the process: keep collections between steps short.
     gc.freeze()
     gc.set_threshold(*usual)
