@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from paceline_engine.errors import InvalidValueError
+from paceline_engine.grammar.finite import find_fault
 
 MAX_SCHEMA_CHARACTERS = 200_000
 MAX_SCHEMA_DEPTH = 96
@@ -40,7 +41,8 @@ class Grammar:
             schema: a JSON schema, as an object or as its text.
 
         Raises:
-            InvalidValueError: no JSON, too long, or nested too deeply.
+            InvalidValueError: no JSON, too long, nested too deeply, or nothing finite can match it: a
+                required property that needs itself again, an empty ``enum``, a minimum above its maximum.
         """
         if isinstance(schema, str):
             _check_length("json_schema", schema, MAX_SCHEMA_CHARACTERS, "split the answer into several calls")
@@ -58,6 +60,13 @@ class Grammar:
                 observed=f"{depth} levels",
                 limit=f"nested at most {MAX_SCHEMA_DEPTH} levels deep",
                 remedy="move inner schemas to $defs and point to them with $ref",
+            )
+        if (fault := find_fault(loaded)) is not None:
+            raise InvalidValueError(
+                "json_schema",
+                observed=loaded,
+                limit="matched by some finite text",
+                remedy=f"at {fault.place} {fault.reason}: {fault.remedy}",
             )
         return cls(kind=GrammarKind.JSON_SCHEMA, text=text)
 

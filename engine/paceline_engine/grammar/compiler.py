@@ -24,6 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 from paceline_engine.errors import InvalidValueError, MissingExtraError
 from paceline_engine.grammar.base import Grammar, GrammarKind
 from paceline_engine.grammar.ending import TooHeavy, find_ending
+from paceline_engine.grammar.finite import without_endless
 from paceline_engine.loading.base import Tokenizer
 
 _MOST_CACHED = 64
@@ -192,8 +193,9 @@ class GrammarCompiler:
                 self._cache.move_to_end(grammar)
                 return found
             other = self._under_way.get(grammar)
+            mine = concurrent.futures.Future[Compiled]()
             if other is None:
-                mine = self._under_way[grammar] = concurrent.futures.Future[Compiled]()
+                self._under_way[grammar] = mine
         if other is not None:
             error = other.exception()
             if error is not None:
@@ -267,7 +269,8 @@ def _source(grammar: Grammar) -> str:
         return str(matcher.grammar_from_regex("|".join(map(_escaped, texts))))
     # Without free spaces most punctuation is forced, and no output can end in endless blank lines.
     options = {"whitespace_flexible": False}
-    return str(matcher.grammar_from_json_schema(grammar.text, overrides=options))
+    schema = without_endless(json.loads(grammar.text))
+    return str(matcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), overrides=options))
 
 
 def _escaped(text: str) -> str:

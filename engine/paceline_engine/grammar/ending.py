@@ -135,8 +135,9 @@ def _cheapest(
             key = (n_path + len(run), mask)
             if run and (ends or seen[key] < _MOST_ALIKE):
                 seen[key] += 1
-                cost = (len(path + run), 0) if ways is not _Ways.DEEP else (-len(path + run), rank)
-                heapq.heappush(heap, (*cost, path + run, ends))
+                length = len(path + run)
+                cost, rank = (-length, rank) if ways is _Ways.DEEP else (length, 0)
+                heapq.heappush(heap, (cost, rank, path + run, ends))
         if n_trials > most:
             return None
         if rest is not None:
