@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 
+LONG_TEXT_CHARACTERS = 16_384
+"""From here on encoding a text takes longer than an event loop should wait (some 5 ms)."""
+
+
 class Checkpoint(Protocol):
     """An opened model; its tensors are read one at a time."""
 

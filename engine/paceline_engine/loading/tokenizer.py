@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline_engine.errors import InvalidValueError, UnsupportedModelError
+from paceline_engine.loading.base import LONG_TEXT_CHARACTERS
 from paceline_engine.loading.caller_text import Disguise, texts_of
 from paceline_engine.loading.chat import normalized, normalized_tools
 from paceline_engine.loading.template import PLAIN_TEMPLATE, ChatTemplate
@@ -202,7 +203,11 @@ class TextTokenizer:
         if _SURROGATE.search(text):
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         core = self._core if first or self._inner is None else self._inner
-        ids: list[int] = core.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG_TEXT_CHARACTERS:
+            ids: list[int] = core.encode(text, add_special_tokens=False).ids
+        else:
+            # The library keeps the interpreter lock in ``encode``, and gives it back in ``encode_batch``.
+            ids = core.encode_batch([text], add_special_tokens=False)[0].ids
         if self._forbidden.isdisjoint(ids):
             return ids
         return self._encode_apart(text, first=first)

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from paceline_engine.backends.base import ModelInfo, OnProgress, Progress
@@ -38,7 +39,8 @@ from paceline_engine.backends.embedded.supervisor import Supervisor
 from paceline_engine.chunk import Chunk, ScoreResult
 from paceline_engine.errors import BackendError, InvalidValueError, ModelLoadError, PacelineError
 from paceline_engine.fidelity import Fidelity, FidelityRequest
-from paceline_engine.loading.base import Tokenizer
+from paceline_engine.loading.base import LONG_TEXT_CHARACTERS, Tokenizer
+from paceline_engine.loading.caller_text import texts_of
 from paceline_engine.mode import Variant
 from paceline_engine.plan import Plan
 from paceline_engine.request import GenerationRequest, Message, Prompt, ScoreRequest
@@ -111,12 +113,18 @@ class EmbeddedBackend:
     ) -> Prompt:
         """Render and tokenize a conversation in this process; needs neither torch nor the worker.
 
+        A long one is tokenized on a thread, so that the event loop goes on.
+
         Raises:
             InvalidValueError: no messages, or messages that the template refuses.
             ModelError: the tokenizer cannot be found or read.
         """
         check_owner(self._owner_pid)
-        token_ids = tuple((await self._opened_tokenizer()).render_chat(messages, tools=tools))
+        tokenizer = await self._opened_tokenizer()
+        if _is_long((messages, tools)):
+            token_ids = tuple(await asyncio.to_thread(tokenizer.render_chat, messages, tools=tools))
+        else:
+            token_ids = tuple(tokenizer.render_chat(messages, tools=tools))
         return Prompt(messages=tuple(messages), token_ids=token_ids, n_tokens=len(token_ids))
 
     async def snapshot(self, prompt: Prompt, *, salt: str = "", adapter: str | None = None) -> Snapshot:
@@ -154,7 +162,8 @@ class EmbeddedBackend:
         """Score options; cancelling the task aborts the scoring. See ``Backend.score``."""
         check_owner(self._owner_pid)
         tokenizer = await self._opened_tokenizer()
-        encoded = tuple(tuple(tokenizer.encode(option)) for option in request.options)
+        encode = partial(_encoded, tokenizer, request.options)
+        encoded = await asyncio.to_thread(encode) if _is_long(request.options) else encode()
         request = dataclasses.replace(request, option_token_ids=encoded)
         pending = PendingCall(
             plan,
@@ -294,6 +303,11 @@ class EmbeddedBackend:
 
     async def _ready(self, on_progress: OnProgress | None = None) -> Session:
         check_owner(self._owner_pid)
+        if self._supervisor.current is None:
+            # A wrong path is told here, before a worker has imported torch.
+            check_source = getattr(importlib.import_module(self._config.source), "check", None)
+            if check_source is not None:
+                check_source(self._config)
         session = self._supervisor.session()
         if not session.ready.done():
             await self._wait_until_ready(session, on_progress)
@@ -343,6 +357,20 @@ class EmbeddedBackend:
                 target=_open_tokenizer, args=(self._config, opening), name="paceline-tokenizer", daemon=True
             ).start()
             return opening
+
+
+def _is_long(value: object) -> bool:
+    """Whether its texts together take longer to encode than an event loop should wait."""
+    n_characters = 0
+    for text in texts_of(value):
+        n_characters += len(text)
+        if n_characters >= LONG_TEXT_CHARACTERS:
+            return True
+    return False
+
+
+def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tokenizer.encode(text)) for text in texts)
 
 
 def _open_tokenizer(config: EmbeddedConfig, opening: concurrent.futures.Future[Tokenizer]) -> None:
