@@ -11,6 +11,9 @@ from paceline_policies.slo_text import format_fields, parse_fields
 
 OnInfeasible = Literal["degrade", "shorten", "reject"]
 
+_TTFT_MS = 200.0
+_TPOT_MS = 30.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SLO:
@@ -18,13 +21,18 @@ class SLO:
 
     A budget is an objective: a miss is reported and the text goes on, unless ``hard``.
 
+    Budgets that cannot all matter are refused: no part of a turn may have more time than the turn, and
+    ``stall_ms`` must not end a generation before ``ttft_ms`` or ``tpot_ms`` is missed. Only the defaults of
+    ``ttft_ms`` and ``tpot_ms`` give way: ``SLO(e2e_ms=100)`` has a ``ttft_ms`` of 100.
+
     Raises:
-        InvalidValueError: a value of the wrong type or out of range, or ``hard`` without ``e2e_ms``.
+        InvalidValueError: a value of the wrong type or out of range, ``hard`` without ``e2e_ms``, or budgets
+            that contradict one another.
     """
 
-    ttft_ms: float | None = 200.0
+    ttft_ms: float | None = _TTFT_MS
     """Time to first token of each generation in the turn, from the call to the first chunk."""
-    tpot_ms: float | None = 30.0
+    tpot_ms: float | None = _TPOT_MS
     """Time per output token after the first, on average over each generation."""
     e2e_ms: float | None = 2000.0
     """The whole turn from its opening to its closing, with its tools and the agent's own code."""
@@ -88,6 +96,31 @@ class SLO:
             )
         if self.hard and self.e2e_ms is None:
             raise InvalidValueError("hard", observed=True, limit="used with e2e_ms", remedy="set e2e_ms")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        for name, default in (("ttft_ms", _TTFT_MS), ("tpot_ms", _TPOT_MS)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if self.e2e_ms is not None and value > self.e2e_ms:
+                if value != default:
+                    raise InvalidValueError(
+                        name,
+                        observed=value,
+                        limit=f"at most e2e_ms, which is {self.e2e_ms:g}",
+                        remedy="a part of the turn cannot have more time than the turn: raise e2e_ms, lower "
+                        f"{name}, or use None to leave one of them out",
+                    )
+                object.__setattr__(self, name, self.e2e_ms)
+            elif self.stall_ms is not None and self.stall_ms < value != default:
+                raise InvalidValueError(
+                    "stall_ms",
+                    observed=self.stall_ms,
+                    limit=f"at least {name}, which is {value:g}",
+                    remedy=f"a generation would be ended while it still kept {name}: raise stall_ms, or use "
+                    "None for no limit",
+                )
 
     @classmethod
     def parse(cls, text: str) -> SLO:

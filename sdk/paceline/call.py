@@ -118,10 +118,13 @@ async def decide(desk: Desk, wanted: Wanted) -> Decided:
 
 
 def default_max_tokens(ttft_ms: float | None, tpot_ms: float | None, e2e_ms: float | None) -> int:
-    """As many tokens as the budgets leave room for: one at TTFT, the others at TPOT, until E2E."""
+    """As many tokens as the budgets leave room for: one at TTFT, the others at TPOT, until E2E.
+
+    TTFT is a limit, not what the first token will take: at most half of E2E is kept for it.
+    """
     if tpot_ms is None or e2e_ms is None:
         return DEFAULT_MAX_TOKENS
-    tokens = (e2e_ms - max(0.0, ttft_ms or 0.0)) // tpot_ms
+    tokens = (e2e_ms - min(max(0.0, ttft_ms or 0.0), e2e_ms / 2)) // tpot_ms
     return max(1, 1 + int(min(tokens, sys.maxsize)))
 
 

@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline_engine.errors import InvalidValueError
@@ -132,6 +132,8 @@ def test_text_round_trip(
     hard: bool,
 ) -> None:
     """The text of any SLO reads back as the same SLO."""
+    assume(e2e is None or max(ttft or 0, tpot or 0) <= e2e)
+    assume(stall is None or max(ttft or 0, tpot or 0) <= stall)
     slo = SLO(
         ttft_ms=ttft,
         tpot_ms=tpot,
@@ -174,3 +176,30 @@ def test_numbers_of_other_types_become_plain_ones():
     slo = SLO(ttft_ms=np.float32(150.0), e2e_ms=np.int64(3000), confidence=np.float64(0.5))
     assert slo == SLO(ttft_ms=150.0, e2e_ms=3000, confidence=0.5)
     assert {type(value) for value in (slo.ttft_ms, slo.e2e_ms, slo.confidence)} == {int, float}
+
+
+@pytest.mark.parametrize(
+    ("budgets", "field", "names"),
+    [
+        ({"ttft_ms": 3000}, "ttft_ms", "e2e_ms"),
+        ({"tpot_ms": 3000}, "tpot_ms", "e2e_ms"),
+        ({"ttft_ms": 60, "tpot_ms": 70, "e2e_ms": 50}, "ttft_ms", "e2e_ms"),
+        ({"ttft_ms": 500, "stall_ms": 400}, "stall_ms", "ttft_ms"),
+        ({"ttft_ms": None, "tpot_ms": 50, "stall_ms": 40}, "stall_ms", "tpot_ms"),
+    ],
+)
+def test_budgets_that_contradict_one_another_are_refused(
+    budgets: dict[str, float | None], field: str, names: str
+) -> None:
+    """A part with more time than the turn, or a stall limit before a budget, is named with the other one."""
+    with pytest.raises(InvalidValueError, match=names) as caught:
+        SLO(**budgets)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_defaults_give_way_to_a_short_turn() -> None:
+    """A turn that is shorter than the default budgets lowers them to its own time."""
+    assert SLO(e2e_ms=100).ttft_ms == 100
+    assert (SLO(e2e_ms=20).ttft_ms, SLO(e2e_ms=20).tpot_ms) == (20, 20)
+    assert SLO(e2e_ms=100, ttft_ms=None).ttft_ms is None
+    assert SLO(stall_ms=100) == SLO(ttft_ms=200, stall_ms=100)

@@ -70,4 +70,11 @@ def test_absurd_budgets_give_some_cap():
     """No quotient of budgets is too large for a cap."""
     assert default_max_tokens(200, 5e-324, 2000) > 10**6
     assert default_max_tokens(None, 1e-300, 1e308) > 10**6
-    assert default_max_tokens(1e308, 30, 2000) == 1
+    assert default_max_tokens(1e308, 30, 2000) == 34
+
+
+def test_a_long_first_token_leaves_room_for_others() -> None:
+    """Where TTFT is most of E2E, half of E2E is left for the other tokens of the default cap."""
+    assert default_max_tokens(200, 30, 2000) == 61
+    assert default_max_tokens(200, 30, 200) == 4
+    assert default_max_tokens(200, 30, 220) == 4
