@@ -56,7 +56,11 @@ def demo(
         bool, typer.Option("--cold", help="Do not warm the system policy into the prefix cache first.")
     ] = False,
     otlp: Annotated[
-        str | None, typer.Option(help="Send the traces there, such as http://localhost:4317.")
+        str | None,
+        typer.Option(
+            help="Send the traces there, such as http://localhost:4317 (gRPC), http://localhost:4318 (HTTP) "
+            "or, at another port, grpc://host:9999."
+        ),
     ] = None,
     profile: ProfileOption = "auto",
     as_json: JsonOption = False,

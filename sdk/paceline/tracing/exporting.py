@@ -23,6 +23,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.util.types import AttributeValue
 
 from paceline.tracing.content import shorten
+from paceline.tracing.endpoint import Protocol
 
 VALUE_LIMIT = 16_384
 """Most characters of one attribute value."""
@@ -34,12 +35,25 @@ _INT64 = range(-(2**63), 2**63)
 
 _logger = logging.getLogger("paceline.tracing")
 
+_SPOKEN: Mapping[Protocol, str] = {"grpc": "gRPC", "http/protobuf": "HTTP"}
+
+
+def _hint(protocol: Protocol) -> str:
+    """What to set where the collector speaks the other protocol, which only its owner knows."""
+    other: Protocol = "http/protobuf" if protocol == "grpc" else "grpc"
+    prefix = " or an endpoint that begins with grpc://" if other == "grpc" else ""
+    return (
+        f"If it expects {_SPOKEN[other]}, set OTEL_EXPORTER_OTLP_PROTOCOL={other}, or pass "
+        f"protocol={other!r} to configure(){prefix}"
+    )
+
 
 class Quiet:
     """Runs exports with the exporters' own logging held back, and tells once when the state changes."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *, protocol: Protocol) -> None:
         self._endpoint = endpoint
+        self._protocol: Protocol = protocol
         self._exporting = threading.local()
         self._lock = threading.Lock()
         self._down = False
@@ -67,7 +81,7 @@ class Quiet:
     def run(self, export: Callable[[], bool], what: str) -> bool:
         """Whether the export succeeded; no exception leaves here."""
         self._exporting.active = True
-        reason = "see the collector's log, and check endpoint and protocol"
+        reason = "see the collector's log"
         try:
             succeeded = export()
         except Exception as error:
@@ -84,10 +98,12 @@ class Quiet:
             _logger.info("the collector at %s takes %s again", self._endpoint, what)
         elif changed:
             _logger.warning(
-                "the collector at %s does not take %s, which are dropped until it does (%s)",
+                "the collector at %s takes no %s over %s, so they are dropped until it does (%s). %s",
                 self._endpoint,
                 what,
+                _SPOKEN[self._protocol],
                 reason,
+                _hint(self._protocol),
             )
 
     def _passes(self, _record: logging.LogRecord) -> bool:

@@ -79,7 +79,7 @@ class Pipeline:
         self._switch = switch
         self._headers = dict(headers)
         self._timeout_s = timeout_s
-        self._quiet = Quiet(target.traces_url)
+        self._quiet = Quiet(target.traces_url, protocol=target.protocol)
         self._exporter = SafeSpanExporter(
             _span_exporter(target, self._headers, timeout_s),
             quiet=self._quiet,

@@ -124,7 +124,12 @@ def test_a_closed_port_costs_no_time_and_one_warning(
     assert slowest_s < 0.5
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert record.name == "paceline.tracing"
-    assert str(closed_port) in record.getMessage()
+    message = record.getMessage()
+    assert str(closed_port) in message
+    assert ("over gRPC" if protocol == "grpc" else "over HTTP") in message
+    # An address does not tell what listens there: the line says how to choose the other protocol.
+    other = "http/protobuf" if protocol == "grpc" else "grpc"
+    assert f"OTEL_EXPORTER_OTLP_PROTOCOL={other}" in message
     assert record.exc_info is None
 
 
