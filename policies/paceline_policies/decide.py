@@ -222,11 +222,12 @@ def _misses(each: Judged, left: Budgets, slo: SLO) -> str:
         if limit is None or took is None:
             continue
         if limit <= 0:
-            parts.append(f"{name} was spent {_ms(-limit)} ago")
+            parts.append(f"the {name} budget ran out {_ms(-limit)} ago")
         elif took > limit:
-            parts.append(f"{label} {name} {_ms(took)} > {_ms(limit)} left")
+            left_of_it = "" if name == "TPOT" else " left"  # each token has the whole of it
+            parts.append(f"{label} {name} {_ms(took)} > {_ms(limit)}{left_of_it}")
     if not parts:
-        return f"each budget fits alone, all at once with p {each.p_meet:.2f} < {slo.confidence:g}"
+        return f"each budget fits by itself, all together only with p {each.p_meet:.2f} < {slo.confidence:g}"
     return ", ".join(parts)
 
 

@@ -75,12 +75,15 @@ class Decision:
 
     def __str__(self) -> str:
         """One line: what is done, and whether it fits. The report prints every mode."""
-        fits = "fits the SLO" if self.feasible else "nothing fits the SLO"
         if self.plan is None:
-            return f"{self.action} ({fits})"
+            return f"{self.action}: no mode fits the SLO"
         cap = self.plan.max_tokens
         most = f"at most {cap} {'token' if cap == 1 else 'tokens'}"
-        return f"{self.action} {self.plan.mode.label} on {self.backend}, {most} ({fits})"
+        why = {
+            "degrade": "no mode fits the SLO; this is the nearest",
+            "shorten": "fits the SLO with a shorter answer",
+        }.get(self.action, "fits the SLO")
+        return f"run {self.plan.mode.label} on {self.backend}, {most} ({why})"
 
     @property
     def chosen(self) -> Candidate | None:

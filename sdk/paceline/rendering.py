@@ -57,7 +57,7 @@ def _headline(report: Report) -> str:
 
 def _verdict_lines(verdicts: Iterable[Verdict]) -> Iterable[str]:
     for verdict in verdicts:
-        state = "met" if verdict.met else f"MISSED by {_ms(verdict.over_ms)}, blame {verdict.blame}"
+        state = "met" if verdict.met else f"MISSED by {_ms(verdict.over_ms)}, due to {verdict.blame}"
         head = f"  {verdict.budget:<5}{_ms(verdict.measured_ms):>10} of {_ms(verdict.limit_ms):<9}"
         yield f"{head} {state}"
         if verdict.detail and not verdict.met:
@@ -279,6 +279,7 @@ def _timeline_dict(timeline: Timeline, zero: float) -> dict[str, Any]:
     return {
         "mode": timeline.mode.label,
         "submitted_ms": at(timeline.submitted_at_s),
+        "queued_ms": at(timeline.queued_at_s),
         "started_ms": at(timeline.started_at_s),
         "finished_ms": at(timeline.finished_at_s),
         "tokens": [

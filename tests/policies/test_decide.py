@@ -93,6 +93,7 @@ def test_degrade_runs_the_nearest(calibrated: Predictor, info: ModelInfo) -> Non
     """Where nothing fits at all, the mode with the least of the worst overshoots runs."""
     decision = choose(IMPOSSIBLE, state(calibrated, info))
     assert (decision.action, decision.feasible) == ("degrade", False)
+    assert str(decision).endswith("(no mode fits the SLO; this is the nearest)")
     assert decision.plan is not None
     assert decision.plan.max_tokens == 50
     assert decision.chosen is not None
@@ -170,7 +171,7 @@ def test_spent_budget_of_a_soft_slo(calibrated: Predictor, info: ModelInfo) -> N
     assert decision.plan is not None
     assert decision.plan.deadline_at_s is None
     assert decision.plan.first_token_by_s is None
-    assert "E2E was spent 300 ms ago" in decision.candidates[0].reason
+    assert "the E2E budget ran out 300 ms ago" in decision.candidates[0].reason
 
 
 @pytest.mark.parametrize("action", ["degrade", "shorten", "reject"])

@@ -182,7 +182,7 @@ def test_the_text_names_the_miss_and_fits_100_columns():
 
     text = str(run(Reply("a b c", prefill_ms=333), body))
     assert text.splitlines()[0] == "turn 'agent': MISSED ttft by 133 ms (prefill)"
-    assert "blame prefill" in text
+    assert "due to prefill" in text
     assert "prefill took 333 ms, predicted 50.0 ms" in text
     assert "50.0/50.0 ms" in text
     assert max(map(len, text.splitlines())) <= 100
