@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline_engine.loading.base import Checkpoint, Tokenizer
-from paceline_engine.loading.resolve import DEMO_NAME, resolve
+from paceline_engine.loading.resolve import DEMO_NAME, check, resolve
 
 if TYPE_CHECKING:
     from paceline_engine.backends.base import OnProgress
 
-__all__ = ["Checkpoint", "Tokenizer", "open_checkpoint", "open_tokenizer", "resolve"]
+__all__ = ["Checkpoint", "Tokenizer", "check", "open_checkpoint", "open_tokenizer", "resolve"]
 
 
 def open_checkpoint(model: str, on_progress: OnProgress | None = None) -> Checkpoint:

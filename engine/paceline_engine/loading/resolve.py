@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,26 @@ def resolve(model: str, on_progress: OnProgress | None = None) -> Path:
     if _HUB_ID.fullmatch(model) and not model.endswith((".gguf", ".safetensors")):
         return _from_hub(model, on_progress)
     raise ModelNotFoundError(model, reason="no such path or name", remedy=_closest(model, path))
+
+
+def check(model: str) -> None:
+    """Raise what ``resolve`` would, as far as it shows at a glance: nothing is fetched or imported."""
+    if model == DEMO_NAME:
+        if find_spec(_DEMO_PACKAGE) is None:
+            raise MissingExtraError("demo", needed_for=f"the model '{DEMO_NAME}'")
+    elif _is_hub_id(model):
+        if find_spec("huggingface_hub") is None:
+            raise MissingExtraError("hub", needed_for=f"fetching '{model}' from the Hugging Face hub")
+    else:
+        resolve(model)
+
+
+def _is_hub_id(model: str) -> bool:
+    try:
+        local = bool(model) and Path(model).expanduser().exists()
+    except (OSError, ValueError):
+        local = False
+    return not local and bool(_HUB_ID.fullmatch(model)) and not model.endswith((".gguf", ".safetensors"))
 
 
 def _file(model: str, path: Path) -> Path:
