@@ -60,15 +60,15 @@ def pack_int4(weight: Tensor) -> Int4Weight:
             filler = part[:, -1:].expand(-1, n_groups * INT4_GROUP - n_inputs)
             part = torch.cat([part, filler], dim=1)
         groups = part.view(-1, n_groups, INT4_GROUP)
-        best_codes, scale[rows], minimum[rows] = search_int4(groups)
-        codes[rows] = pack_nibbles(best_codes)
+        scale[rows], minimum[rows] = search_int4(groups)
+        codes[rows] = pack_nibbles(_encode_int4(groups, scale[rows], minimum[rows]).to(torch.uint8))
     return Int4Weight(codes=codes, scale=scale, minimum=minimum, n_inputs=torch.tensor(n_inputs))
 
 
 def search_int4(
     groups: Tensor, importance: Tensor | None = None, *, clips: tuple[float, ...] = _CLIPS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The best codes [rows, n_groups, 32], scales and minimums [rows, n_groups] for these groups.
+) -> tuple[Tensor, Tensor]:
+    """The best scales and minimums for these groups, bf16 [rows, n_groups].
 
     Args:
         groups: fp32 [rows, n_groups, 32].
@@ -77,32 +77,36 @@ def search_int4(
     """
     low, high = groups.amin(-1), groups.amax(-1)
     middle, half = (low + high) / 2, (high - low) / 2
-    best = _encode_int4(groups, half * (2 / 15), low, importance)
+    best = _try_int4(groups, half * (2 / 15), low, importance)[1:]
     for clip in clips:
-        first = _encode_int4(groups, half * (clip * 2 / 15), middle - half * clip, importance)
-        fitted = _fit(groups, *first[:3], importance)
-        for candidate in (first, _encode_int4(groups, *fitted, importance)):
-            better = candidate[3] < best[3]
-            best = (
-                torch.where(better[..., None], candidate[0], best[0]),
-                torch.where(better, candidate[1], best[1]),
-                torch.where(better, candidate[2], best[2]),
-                torch.where(better, candidate[3], best[3]),
+        codes, *first = _try_int4(groups, half * (clip * 2 / 15), middle - half * clip, importance)
+        fitted = _fit(groups, codes, first[0], first[1], importance)
+        for candidate in (first, _try_int4(groups, *fitted, importance)[1:]):
+            better = candidate[2] < best[2]
+            scale, minimum, error = (
+                torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)
             )
-    return best[0].to(torch.uint8), best[1], best[2]
+            best = scale, minimum, error
+    return best[0], best[1]
 
 
-def _encode_int4(
+def _try_int4(
     groups: Tensor, scale: Tensor, minimum: Tensor, importance: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes (as floats), the stored bf16 scale and minimum, and the squared error of each group."""
     stored_scale, stored_minimum = scale.bfloat16(), minimum.bfloat16()
-    step, base = stored_scale.float(), stored_minimum.float()
-    codes = (groups - base[..., None]).div_(nonzero(step)[..., None]).round_().clamp_(0, 15)
-    error = torch.addcmul(base[..., None], codes, step[..., None]).sub_(groups).square_()
+    codes = _encode_int4(groups, stored_scale, stored_minimum)
+    error = torch.addcmul(stored_minimum.float()[..., None], codes, stored_scale.float()[..., None])
+    error.sub_(groups).square_()
     if importance is not None:
         error *= importance
     return codes, stored_scale, stored_minimum, error.sum(-1)
+
+
+def _encode_int4(groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """The nearest codes, as floats, for a stored scale and minimum."""
+    step, base = scale.float(), minimum.float()
+    return (groups - base[..., None]).div_(nonzero(step)[..., None]).round_().clamp_(0, 15)
 
 
 def _fit(
@@ -150,7 +154,9 @@ def checked(weight: Tensor) -> Tensor:
             remedy="widen the tensor to fp32 before packing it",
         )
     for rows in _row_chunks(weight):
-        if not bool(weight[rows].isfinite().all()):
+        part = weight[rows]
+        # The extremes of values with a NaN are NaN.
+        if part.numel() and not bool(torch.stack(part.aminmax()).isfinite().all()):
             raise InvalidValueError(
                 "weight",
                 observed="NaN or infinity",

@@ -2,7 +2,11 @@
 
 Columns are rounded one after the other, those with the largest inputs first; the error that a column's
 rounding makes in the outputs is taken up, as far as inputs move together, by the columns that are not
-rounded yet. What moves together is known from the second moment of the inputs, xᵀx.
+rounded yet. What moves together is known from the second moment H of the inputs, xᵀx.
+
+With H = A D Aᵀ, A unit upper triangular and D diagonal, errors e of a row cost eᵀHe, which is the sum over
+columns j of Dⱼ (eⱼ + Σᵢ Aᵢⱼ eᵢ)², i < j. So column j is rounded as wⱼ + Σᵢ Aᵢⱼ eᵢ: the same codes as with the
+inverse of H, which is not needed (Chee et al., 2023, https://arxiv.org/abs/2307.13304).
 """
 
 from __future__ import annotations
@@ -35,10 +39,10 @@ _Round = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 class _Inputs:
     """What the second moment says of a matrix's inputs."""
 
-    order: list[int]
-    """Columns, the largest inputs first."""
-    factor: Tensor
-    """fp32 [K, K] in that order: upper U with Uᵀ U the inverse of the moment."""
+    order: Tensor
+    """int64 [K]: columns, the largest inputs first."""
+    feedback: Tensor
+    """fp32 [K, K] in that order: A, what of a row's error the column takes up."""
     importance: Tensor
     """fp32 [K]: mean square of each input."""
 
@@ -47,17 +51,16 @@ class _Inputs:
         diagonal = moment.diagonal()
         mean = float(diagonal.mean()) or 1.0
         importance = diagonal + DAMPING * mean
-        # The last column first: with H = R Rᵀ, R upper, the inverse is Uᵀ U of U = R⁻¹, upper too.
+        # The last column first: the lower factor of H backwards is an upper one of H.
         order = torch.argsort(diagonal, descending=True)
         backwards = order.flip(0)
         damped = moment[backwards][:, backwards]
         damped.diagonal().add_(DAMPING * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if int(failed):
-            lower = torch.linalg.cholesky(damped.double())
-        identity = torch.eye(len(order), dtype=lower.dtype)
-        factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).float()
-        return cls(order=order.tolist(), factor=factor, importance=importance)
+            lower = torch.linalg.cholesky(damped.double()).float()
+        upper = lower.flip(0, 1)
+        return cls(order=order, feedback=upper.div_(upper.diagonal().clone()), importance=importance)
 
 
 def gptq_int4(weight: Tensor, moment: Tensor) -> Int4Weight:
@@ -78,7 +81,7 @@ def gptq_int4(weight: Tensor, moment: Tensor) -> Int4Weight:
         rows = slice(start, start + _SEARCH_ROWS)
         part = weight[rows].float()
         part = torch.cat([part, part[:, -1:].expand(-1, padding)], dim=1)
-        _, scale[rows], minimum[rows] = search_int4(
+        scale[rows], minimum[rows] = search_int4(
             part.view(-1, n_groups, INT4_GROUP), importance, clips=_CLIPS
         )
     for start in range(0, n_rows, _ROWS):
@@ -157,21 +160,17 @@ def _round_by_row(
 def _round_rows(weight: Tensor, inputs: _Inputs, to_grid: _Round, dtype: torch.dtype) -> Tensor:
     """Codes [rows, K] of some rows of a weight, each independent of the others."""
     n_rows, n_inputs = weight.shape
-    factor = inputs.factor
-    diagonal: list[float] = factor.diagonal().tolist()
-    left = weight.T[inputs.order].float().contiguous()  # [K, rows], what is still to be represented
+    columns: list[int] = inputs.order.tolist()
+    # [K, rows]: errors of the columns that are rounded, values of the others
+    held = torch.empty((n_inputs, n_rows)).copy_(weight.float().T)[inputs.order]
     codes = torch.empty((n_inputs, n_rows), dtype=dtype)
     for first in range(0, n_inputs, _COLUMNS):
         end = min(first + _COLUMNS, n_inputs)
-        errors = torch.empty((end - first, n_rows))
+        wanted = torch.addmm(held[first:end], inputs.feedback[:first, first:end].T, held[:first])
         for index in range(first, end):
-            column = inputs.order[index]
-            rounded, values = to_grid(left[index], column)
-            codes[column] = rounded
-            error = errors[index - first]
-            torch.sub(left[index], values, out=error).div_(diagonal[index])
+            rounded, values = to_grid(wanted[index - first], columns[index])
+            codes[columns[index]] = rounded
+            error = held[index].sub_(values)
             if index + 1 < end:
-                left[index + 1 : end].addr_(factor[index, index + 1 : end], error, alpha=-1)
-        if end < n_inputs:
-            left[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
+                wanted[index + 1 - first :].addr_(inputs.feedback[index, index + 1 : end], error)
     return codes.T
