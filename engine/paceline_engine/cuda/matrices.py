@@ -17,6 +17,7 @@ from paceline_engine.kernels import INT4_GROUP, Bf16Weight, Fp8Weight, Int4Weigh
 from paceline_engine.kernels.weights import unpack_nibbles
 
 _FP8_MAX = 448.0
+_FP8_REST = 16.0
 _INT8_MAX = 127.0
 _SMALLEST = torch.finfo(torch.float32).tiny
 _INT_MM_ROWS = 32
@@ -82,6 +83,11 @@ class DeviceBf16:
 class DeviceFp8:
     """e4m3fn weights times e4m3fn activations, both with a scale for each row.
 
+    Rounded to e4m3 once, activations cost Gemma 3 270M more than twice the error of the FP8 weights, and the
+    perplexity of agent dialogue rises by 1.4 %. So each row brings its rounding error along as a row of its
+    own, as for ``DeviceInt8``, which makes about 8 bits, as many as bf16 has. A decode step reads the weights
+    once all the same; a prefill multiplies twice, at twice bf16's rate.
+
     The device multiplies the codes alone; both scales are applied to its fp32 sums. So each row has a scale
     of its own on every device with FP8 units, also on those whose row-wise products are missing in cuBLAS
     (https://github.com/pytorch/pytorch/issues/192707).
@@ -106,12 +112,21 @@ class DeviceFp8:
         return self.weight.dequantize(rows)
 
     def multiply(self, x: Tensor) -> Tensor:
+        n_rows = x.shape[0]
         step = x.abs().amax(1, keepdim=True).div_(_FP8_MAX).clamp_(min=_SMALLEST)  # [M, 1]
-        codes = (x / step).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+        scaled = (x / step).clamp_(-_FP8_MAX, _FP8_MAX)
+        codes = scaled.to(torch.float8_e4m3fn)
+        # The largest codes lie 32 apart: what they miss is at most 16, which the factor brings to 256.
+        rest = scaled.sub_(codes.float()).mul_(_FP8_REST).to(torch.float8_e4m3fn)
         sums = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-            codes, self.weight.codes.t(), scale_a=self.one, scale_b=self.one, out_dtype=torch.float32
+            torch.cat([codes.view(torch.uint8), rest.view(torch.uint8)]).view(torch.float8_e4m3fn),
+            self.weight.codes.t(),
+            scale_a=self.one,
+            scale_b=self.one,
+            out_dtype=torch.float32,
         )
-        return sums.mul_(step).mul_(self.weight.scale)
+        coarse, fine = sums[:n_rows], sums[n_rows:]
+        return coarse.add_(fine, alpha=1 / _FP8_REST).mul_(step).mul_(self.weight.scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -52,14 +52,14 @@ def test_int8_sums_stay_exact_where_every_code_is_at_its_limit() -> None:
 
 @pytest.mark.parametrize("n_rows", ROWS)
 def test_fp8_products_carry_a_scale_for_each_row(n_rows: int) -> None:
-    """Rows of very different size are each as exact as e4m3 allows, in activations and in weights."""
+    """Rows of very different size are each as exact as with activations in bf16, whose 8 bits they keep."""
     weight = pack_fp8(random(32, 64) * torch.logspace(-2, 2, 32)[:, None])
     sizes = torch.logspace(-4, 4, n_rows)[:, None]
     x = random(n_rows, 64, seed=2) * sizes
     found = DeviceFp8(weight=weight, one=torch.ones(())).multiply(x)
     expected = x @ weight.dequantize().T
     norm = sizes * weight.scale
-    assert relative(found / norm, expected / norm) < 0.04
+    assert relative(found / norm, expected / norm) < 2e-3
 
 
 @pytest.mark.parametrize("shape", [(16, 128), (13, 96), (24, 64), (8, 33)])
