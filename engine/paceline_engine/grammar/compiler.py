@@ -5,7 +5,7 @@ trie, so that a mask for 262,144 tokens takes about 50 microseconds. Every step'
 limits, so no grammar can hold a step up.
 
 Building the trie of a large vocabulary holds the interpreter lock for half a second, in which nothing else
-can run: it belongs to the start of an engine. Compiling a grammar gives the lock back.
+can run: it belongs to a moment in which nothing else does. Compiling a grammar gives the lock back.
 """
 
 from __future__ import annotations

@@ -244,6 +244,23 @@ def test_a_policy_is_renewed_and_a_refused_renewal_changes_nothing(
     assert policy.decide_step(STATE).prefill_tokens == 7
 
 
+def test_what_is_due_when_idle_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rest without work it is called, once, and the loop serves on."""
+    monkeypatch.setattr("paceline_engine.backends.embedded.loop._IDLE_S", 0.01)
+    done = threading.Semaphore(0)
+    events: list[Event] = []
+    loop = loop_of(events, when_idle=done.release)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    assert done.acquire(timeout=10.0)
+    loop.handle(TakeSnapshot(call_id="c", token_ids=(1, 2), salt="", adapter=None))
+    assert not done.acquire(timeout=0.2)
+    loop.handle(Close())
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert [type(event) for event in events] == [SnapshotTaken]
+
+
 def test_a_loop_answers_and_ends_while_idle() -> None:
     """Without work the loop sleeps; snapshots are answered, odd commands harm nothing, closing ends it."""
     events: list[Event] = []

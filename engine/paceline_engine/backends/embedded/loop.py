@@ -42,6 +42,9 @@ from paceline_engine.snapshot import Snapshot
 
 logger = logging.getLogger("paceline.engine.loop")
 
+_IDLE_S = 1.0
+"""Rest after which ``when_idle`` is called: the first turn mostly comes right after the start."""
+
 
 class SteppingEngine(Protocol):
     """The engine as its host sees it. All but ``step`` may be called while ``step`` runs."""
@@ -87,6 +90,8 @@ class OpenedEngine:
 
     engine: SteppingEngine
     info: ModelInfo
+    when_idle: Callable[[], None] | None = None
+    """Called once, when nothing has run for a while: what would hold streams up later."""
 
 
 class RenewablePolicy:
@@ -137,8 +142,10 @@ class EngineLoop:
         *,
         emit: Callable[[Event], None],
         policy: RenewablePolicy | None = None,
+        when_idle: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
+        self._when_idle = when_idle
         self._emit = emit
         self._policy = policy
         self._wake = threading.Event()
@@ -152,9 +159,12 @@ class EngineLoop:
         """Step until stopped, or until a step raises: then ``Died`` is the last event."""
         while not self._stopping:
             if not self._engine.has_work:
-                self._wake.wait()
-                # Cleared before the work is looked at again, so a command in between is never missed.
-                self._wake.clear()
+                if self._wake.wait(None if self._when_idle is None else _IDLE_S):
+                    # Cleared before the work is looked at again, so a command in between is never missed.
+                    self._wake.clear()
+                elif self._when_idle is not None:
+                    self._when_idle()
+                    self._when_idle = None
                 continue
             try:
                 output = self._step()

@@ -84,11 +84,6 @@ def open_engine(
     )
     for adapter, path in config.adapters.items():
         engine.load_adapter(adapter, path)
-    if not config.lazy:
-        on_progress(Progress(stage="load", done=0.95, message="the vocabulary, for grammars"))
-        # Not with the first grammar: nothing else in this process can run meanwhile.
-        with contextlib.suppress(MissingExtraError):
-            engine.prepare_grammars()
     on_progress(Progress(stage="load", done=1.0))
     info = ModelInfo(
         name=checkpoint.name,
@@ -103,7 +98,12 @@ def open_engine(
         speed_facts=facts,
         has_chat_template=tokenizer.has_chat_template,
     )
-    return OpenedEngine(engine=engine, info=info)
+
+    def prepare_grammars() -> None:
+        with contextlib.suppress(MissingExtraError):
+            engine.prepare_grammars()
+
+    return OpenedEngine(engine=engine, info=info, when_idle=None if config.lazy else prepare_grammars)
 
 
 def check(config: EmbeddedConfig) -> None:

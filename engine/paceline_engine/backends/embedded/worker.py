@@ -93,7 +93,8 @@ def open_loop(launch: Launch, emit: Callable[[Event], None]) -> tuple[EngineLoop
         emit(Loading(progress=progress))
 
     opened = source.open_engine(config, step_policy=policy, on_progress=report)
-    return EngineLoop(opened.engine, emit=emit, policy=policy), opened.info
+    loop = EngineLoop(opened.engine, emit=emit, policy=policy, when_idle=opened.when_idle)
+    return loop, opened.info
 
 
 def start_error(error: BaseException, model: str) -> PacelineError:
