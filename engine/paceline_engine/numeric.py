@@ -24,6 +24,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is an ``int``, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def is_finite(value: float) -> bool:
     """Whether it is finite as a ``float``: an ``int`` may be too large for one."""
     try:

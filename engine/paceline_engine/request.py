@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.grammar.base import Grammar
-from paceline_engine.numeric import is_finite
+from paceline_engine.numeric import is_finite, is_whole
 
 MAX_CHOICES = 128
 """Of one request. Each is a sequence of its own, with a place in every step."""
@@ -63,7 +63,9 @@ class SamplingParams:
         finite = is_finite
         check("temperature", finite(self.temperature) and self.temperature >= 0, "0 or more", "0 is greedy")
         check("top_p", finite(self.top_p) and 0 <= self.top_p <= 1, "between 0 and 1", "1 turns it off")
-        check("top_k", self.top_k >= 0, "0 or more", "0 turns it off")
+        check(
+            "top_k", is_whole(self.top_k) and self.top_k >= 0, "a whole number, 0 or more", "0 turns it off"
+        )
         check("min_p", finite(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1", "0 turns it off")
         check(
             "repetition_penalty",
@@ -79,10 +81,13 @@ class SamplingParams:
             "finite for every token id",
             "use a large finite bias, such as -100, to forbid a token",
         )
-        check("min_tokens", self.min_tokens >= 0, "0 or more", "0 turns it off")
+        for name in ("top_k", "min_tokens"):
+            value = getattr(self, name)
+            check(name, is_whole(value) and value >= 0, "a whole number, 0 or more", "0 turns it off")
+        check("seed", self.seed is None or is_whole(self.seed), "None or a whole number", "use None for none")
         check(
             "logprobs",
-            self.logprobs is None or 0 <= self.logprobs <= 20,
+            self.logprobs is None or (is_whole(self.logprobs) and 0 <= self.logprobs <= 20),
             "None or 0 to 20",
             "use None for none",
         )

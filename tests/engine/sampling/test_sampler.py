@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from paceline_engine.errors import InvalidValueError
 from paceline_engine.request import SamplingParams
 from paceline_engine.sampling.constraint import Constraint, ConstraintFault
 from paceline_engine.sampling.draw import RandomStream
@@ -99,6 +100,14 @@ def test_limits_are_argmax(params: dict[str, object]) -> None:
         assert draw(logits, rule(seed=3, **params)) == 17
 
 
+@pytest.mark.parametrize("name", ["top_k", "min_tokens", "logprobs", "seed"])
+@pytest.mark.parametrize("value", [1.5, 1.0, True, "1"])
+def test_counts_are_whole_numbers(name: str, value: object) -> None:
+    """A fraction is refused where it is given: in a draw it would fail all that share the pass."""
+    with pytest.raises(InvalidValueError, match=name):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
 def test_top_p_looks_past_the_first_thousand() -> None:
     """Where the first look does not reach top-p, all of the vocabulary is considered, and cut where due."""
     logits = torch.linspace(0.01, 0.0, 5000)
@@ -112,7 +121,8 @@ def test_a_masked_vocabulary() -> None:
     """Tokens at minus infinity are never drawn, at any temperature or filter."""
     logits = torch.full((50,), -torch.inf)
     logits[[3, 7]] = torch.tensor([1.0, 1.5])
-    for params in ({}, {"top_p": 0.999}, {"top_k": 10}, {"temperature": 1e6}, {"min_p": 1e-9}):
+    hot = [{"temperature": 1e300, **also} for also in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1})]
+    for params in ({}, {"top_p": 0.999}, {"top_k": 10}, {"temperature": 1e6}, {"min_p": 1e-9}, *hot):
         by = rule(**{"temperature": 1.0, **params})
         assert {draw(logits, by, range(position)) for position in range(200)} == {3, 7}
 
