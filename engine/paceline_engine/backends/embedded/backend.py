@@ -304,10 +304,7 @@ class EmbeddedBackend:
     async def _ready(self, on_progress: OnProgress | None = None) -> Session:
         check_owner(self._owner_pid)
         if self._supervisor.current is None:
-            # A wrong path is told here, before a worker has imported torch.
-            check_source = getattr(importlib.import_module(self._config.source), "check", None)
-            if check_source is not None:
-                check_source(self._config)
+            _check_early(self._config)
         session = self._supervisor.session()
         if not session.ready.done():
             await self._wait_until_ready(session, on_progress)
@@ -371,6 +368,16 @@ def _is_long(value: object) -> bool:
 
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tokenizer.encode(text)) for text in texts)
+
+
+def _check_early(config: EmbeddedConfig) -> None:
+    """Let the source tell of a wrong path before a worker has imported torch."""
+    try:
+        source = importlib.import_module(config.source)
+    except Exception:
+        return  # the worker tells what is wrong with it
+    if (check := getattr(source, "check", None)) is not None:
+        check(config)
 
 
 def _open_tokenizer(config: EmbeddedConfig, opening: concurrent.futures.Future[Tokenizer]) -> None:
