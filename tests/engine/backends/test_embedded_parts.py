@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +32,12 @@ from paceline_engine.backends.embedded.messages import (
     portable,
 )
 from paceline_engine.backends.embedded.scripted import ByteTokenizer, Script, ScriptedEngine
-from paceline_engine.mode import Variant
+from paceline_engine.backends.embedded.session import Call
+from paceline_engine.backends.embedded.stream import EmbeddedStream
+from paceline_engine.chunk import Chunk
+from paceline_engine.mode import Mode, Variant
+from paceline_engine.plan import Plan
+from paceline_engine.request import GenerationRequest, Prompt
 from paceline_engine.schedule.base import StepState
 
 EXAMPLES = [
@@ -285,3 +290,41 @@ def test_the_byte_tokenizer_gives_back_what_it_was_given() -> None:
     ids = tokenizer.render_chat([{"role": "user", "content": "né 🙂"}])
     assert tokenizer.decode(ids) == "né 🙂"
     assert b"".join(map(tokenizer.token_bytes, ids)) == "né 🙂".encode()
+
+
+def test_a_reader_that_never_waits_lets_its_loop_run() -> None:
+    """Chunks that are all there already hold up neither other tasks nor a cancellation of the reader."""
+
+    async def main() -> None:
+        call = Call(id="r#0", request_id="r", unfinished=1)
+        for _ in range(50):
+            call.inbox.put(Chunk(text="x", made_at_s=0.0, token_ids=(1,)))
+        left: list[Call] = []
+        session: Any = SimpleNamespace(abandon=left.append)
+
+        async def open_call(_: float) -> Any:
+            return session, call
+
+        prompt = Prompt(messages=(), token_ids=(1,), n_tokens=1)
+        plan = Plan(mode=Mode(variant=Variant.BF16), max_tokens=50)
+        stream = EmbeddedStream(
+            GenerationRequest(id="r", prompt=prompt), plan, open_call=open_call, grace_s=1.0
+        )
+        n_read = 0
+        began = asyncio.Event()
+
+        async def reader() -> None:
+            nonlocal n_read
+            async for _ in stream:
+                n_read += 1
+                began.set()
+
+        task = asyncio.create_task(reader())
+        await began.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert 1 <= n_read < 5
+        assert left == [call]
+
+    asyncio.run(main())

@@ -74,6 +74,10 @@ class PendingCall:
             await self._open()
         assert self._opened is not None
         inbox = self._opened[1].inbox
+        if inbox.items:
+            # A reader that is slower than the engine never waits: its loop must run on all the same, and a
+            # cancellation reach it.
+            await asyncio.sleep(0)
         while not inbox.items and not self._closed:
             until_s, give_up = self._limit(inbox.last_put_at_s)
             if not await inbox.wait(until_s):
