@@ -57,6 +57,7 @@ class Quiet:
         self._exporting = threading.local()
         self._lock = threading.Lock()
         self._down = False
+        self._ended = False
         self._muted: list[logging.Logger] = []
 
     @property
@@ -78,6 +79,12 @@ class Quiet:
             logger.removeFilter(self._passes)
         self._muted.clear()
 
+    def give_up(self) -> None:
+        """Tell that a request outlived the time limit, and nothing later: its thread is left behind."""
+        self._tell(False, "spans", "no answer within the time limit")
+        with self._lock:
+            self._ended = True
+
     def run(self, export: Callable[[], bool], what: str) -> bool:
         """Whether the export succeeded; no exception leaves here."""
         self._exporting.active = True
@@ -93,7 +100,8 @@ class Quiet:
 
     def _tell(self, succeeded: bool, what: str, reason: str) -> None:
         with self._lock:
-            changed, self._down = self._down is succeeded, not succeeded
+            changed = self._down is succeeded and not self._ended
+            self._down = not succeeded
         if changed and succeeded:
             _logger.info("the collector at %s takes %s again", self._endpoint, what)
         elif changed:

@@ -130,6 +130,10 @@ class Pipeline:
         self.abort()
         self._quiet.unmute()
 
+    def give_up(self) -> None:
+        """Tell that what is still on its way is left, before ``abort``."""
+        self._quiet.give_up()
+
     def abort(self) -> None:
         """End at once, without what is still queued."""
         if self._switch.pipeline is self:

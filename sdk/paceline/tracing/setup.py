@@ -60,6 +60,7 @@ class TracingHandle:
             # A forked child has the exporter, but not its parent's thread.
             self._start_closer()
         if not self._closed.wait(self._limit(timeout_s)):
+            self._pipeline.give_up()
             # Some releases of the exporters wait for a running request even here.
             self._run_apart(self._pipeline.abort, limit_s=1.0)
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,14 +143,26 @@ def silent_server() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-def test_a_silent_collector_does_not_hold_the_shutdown(play: Play, protocol: str) -> None:
-    """A collector that takes the connection and never answers is left after the time limit."""
+def left_behind() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("paceline-tracing")]
+
+
+def test_a_silent_collector_does_not_hold_the_shutdown(
+    play: Play, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A collector that never answers is left after the time limit, with one line then and none later."""
     with silent_server() as port:
-        handle = paceline.tracing.configure(f"http://127.0.0.1:{port}", protocol=protocol, timeout_s=1.0)
+        handle = paceline.tracing.configure(f"http://127.0.0.1:{port}", protocol=protocol, timeout_s=5.0)
         play(provider=None).run()
         began = time.perf_counter()
         handle.shutdown(timeout_s=0.3)
         assert time.perf_counter() - began < 5.0
+        [told] = caplog.records
+        assert "no answer within the time limit" in told.getMessage()
+    for thread in left_behind():
+        thread.join(30)
+    assert not left_behind()
+    assert caplog.records == [told]
 
 
 def test_a_collector_that_comes_back_is_used_again(
