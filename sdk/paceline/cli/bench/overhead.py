@@ -81,9 +81,12 @@ def measure(options: BenchOptions) -> BenchReport:
     # The engine has ended here, so that what starts has the machine for itself.
     say("starting Python to the first decision")
     _first_decision_s(options.model)
-    starts = [_first_decision_s(options.model) for _ in range(runs.starts)]
+    starts, imports = [], []
+    for _ in range(runs.starts):
+        starts.append(_first_decision_s(options.model))
+        imports.append(_run_s("import torch"))
     say("paceline --help")
-    helps = [_help_s() for _ in range(runs.helps)]
+    helps = [_run_s(HELP, "--help") for _ in range(runs.helps)]
 
     tpot_ms = statistics.median(real["tpot_quiet"])
     per_token_ms = statistics.median(scripted["traced"]) / REPLY_TOKENS
@@ -103,6 +106,7 @@ def measure(options: BenchOptions) -> BenchReport:
         "tpot_busy_process": summary(real["tpot_busy_process"], "ms"),
         "busy_ratio": summary(ratios, "TPOT beside a busy thread / beside a busy process"),
         "first_decision": summary(starts, "s"),
+        "torch_import": summary(imports, "s, a process that imports torch and ends"),
         "help": summary(helps, "s"),
     }
     goals = (
@@ -271,7 +275,7 @@ def _first_decision_s(model: str) -> float:
     return ended - started
 
 
-def _help_s() -> float:
+def _run_s(program: str, *arguments: str) -> float:
     started = time.monotonic()
-    subprocess.run([sys.executable, "-c", HELP, "--help"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - started

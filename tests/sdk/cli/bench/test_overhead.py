@@ -18,6 +18,7 @@ FIGURES = {
     "tpot_busy_process",
     "busy_ratio",
     "first_decision",
+    "torch_import",
     "help",
 }
 
