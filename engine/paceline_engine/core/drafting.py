@@ -10,8 +10,9 @@ from paceline_engine.core.scoring import Scoring
 from paceline_engine.schedule.base import SequenceKey
 from paceline_engine.schedule.scheduler import Pass, Work
 from paceline_engine.schedule.sequence import SequenceState
-from paceline_engine.speculate.base import DraftRequest, Proposal
+from paceline_engine.speculate.base import DraftRequest
 from paceline_engine.speculate.length import Pace
+from paceline_engine.speculate.proposal import Proposal
 from paceline_engine.speculate.speculator import Drafts, Planned, Speculator
 from paceline_engine.timeline import StepTime
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline_engine.speculate.base import Evidence
+from paceline_engine.speculate.proposal import Evidence
 
 Estimate = Callable[[Evidence], float]
 

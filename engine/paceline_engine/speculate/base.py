@@ -5,9 +5,9 @@ that position's own random number, and a draft is accepted where it is that very
 same, token for token, with and without drafts, for every way of drawing. (Leviathan et al., 2023, and Chen et
 al., 2023, accept by the ratio of two probabilities instead, which keeps the distribution but not the tokens.)
 
-``ngram`` and ``self_draft`` propose · ``acceptance`` and ``costs`` remember what that was worth · ``length``
-says how many drafts pay · ``stream`` is what is known of one stream, ``sessions`` what was said before it ·
-``speculator`` puts them together.
+``ngram`` and ``self_draft`` make a ``proposal`` · ``acceptance`` and ``costs`` remember what that was worth ·
+``length`` says how many drafts pay · ``stream`` is what is known of one stream, with the ``history`` of its
+tokens, ``sessions`` what was said before it · ``speculator`` puts them together.
 """
 
 from __future__ import annotations
@@ -16,37 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from paceline_engine.mode import Drafter as DrafterKind
 from paceline_engine.mode import Speculation, Variant
 from paceline_engine.speculate.length import Pace
+from paceline_engine.speculate.proposal import Proposal
 
 if TYPE_CHECKING:
     from paceline_engine.model.adapter import Adapter
     from paceline_engine.sampling.rules import DrawRule
     from paceline_engine.speculate.stream import DraftStream
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What speaks for one draft token; drafts of equal evidence are accepted about equally often."""
-
-    drafter: DrafterKind
-    level: int
-    """How strong it is, in the drafter's own steps."""
-    earlier: bool = False
-    """It stands in an earlier text of the session, not in the stream's own."""
-
-
-ANY = Evidence(drafter=DrafterKind.SELF, level=-1)
-"""A draft of the model of which nothing is known yet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """Draft tokens that follow a stream's last token, and what speaks for each."""
-
-    token_ids: tuple[int, ...] = ()
-    evidence: tuple[Evidence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

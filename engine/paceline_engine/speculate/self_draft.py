@@ -19,7 +19,8 @@ from paceline_engine.mode import Drafter as DrafterKind
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import Logits, ModelRunner, SequenceSlice, Vocabulary
 from paceline_engine.sampling.sampler import Row, Undrawable, draw_tokens
-from paceline_engine.speculate.base import DraftRequest, Evidence
+from paceline_engine.speculate.base import DraftRequest
+from paceline_engine.speculate.proposal import Evidence
 from paceline_engine.timeline import StepTime
 
 _CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)

@@ -11,10 +11,11 @@ from paceline_engine.mode import Drafter as DrafterKind
 from paceline_engine.mode import Variant
 from paceline_engine.model.base import ModelRunner
 from paceline_engine.speculate.acceptance import Acceptance
-from paceline_engine.speculate.base import ANY, DraftRequest, Evidence, Proposal
+from paceline_engine.speculate.base import DraftRequest
 from paceline_engine.speculate.costs import PassCosts, PassKind
 from paceline_engine.speculate.length import Outlook
 from paceline_engine.speculate.ngram import NgramDrafter
+from paceline_engine.speculate.proposal import ANY, Evidence, Proposal
 from paceline_engine.speculate.self_draft import Chain, DraftPass, SelfDrafter
 from paceline_engine.speculate.sessions import SessionKey, SessionTexts
 from paceline_engine.speculate.stream import DraftStream

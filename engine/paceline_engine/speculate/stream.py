@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from paceline_engine.mode import Drafter as DrafterKind
 from paceline_engine.speculate.acceptance import Acceptance
-from paceline_engine.speculate.base import ANY, Proposal
-from paceline_engine.speculate.ngram import TokenHistory
+from paceline_engine.speculate.history import TokenHistory
+from paceline_engine.speculate.proposal import ANY, Proposal
 from paceline_engine.speculate.sessions import Ids
 
 _PRIOR_WEIGHT = 6.0

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 from opentelemetry import metrics as metrics_api
 from opentelemetry import trace
@@ -23,9 +22,6 @@ from paceline.tracing.endpoint import Target
 from paceline.tracing.exporting import VALUE_LIMIT, Quiet, SafeMetricExporter, SafeSpanExporter
 from paceline.tracing.settings import Settings, bind
 from paceline_engine.errors import InvalidValueError
-
-if TYPE_CHECKING:
-    from paceline.tracing.setup import TracingHandle
 
 _SERVICE = "service.name"
 _ATTRIBUTE = "_paceline_switch"
@@ -54,8 +50,8 @@ class Switch(SpanProcessor):
             pipeline.processor.on_end(span)
 
     def shutdown(self) -> None:
-        if (pipeline := self.pipeline) is not None and pipeline.handle is not None:
-            pipeline.handle.shutdown()
+        if (pipeline := self.pipeline) is not None:
+            pipeline.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         pipeline = self.pipeline
@@ -86,7 +82,8 @@ class Pipeline:
             resource=_renamed(switch, service_name),
         )
         self.processor = BatchSpanProcessor(self._exporter)
-        self.handle: TracingHandle | None = None
+        self.shutdown: Callable[[], None] = self.abort
+        """What ends it in good order: its handle's, once there is one."""
         self._meters: MeterProvider | None = None
         self._metric_exporter: SafeMetricExporter | None = None
         bind(switch.provider, settings)

@@ -145,8 +145,8 @@ def configure(
     except ImportError as error:
         raise MissingExtraError("otlp", needed_for="paceline.tracing.configure") from error
     lead = switch(service_name)
-    if lead.pipeline is not None and lead.pipeline.handle is not None:
-        lead.pipeline.handle.shutdown()
+    if lead.pipeline is not None:
+        lead.pipeline.shutdown()
     pipeline = Pipeline(
         target,
         switch=lead,
@@ -157,8 +157,9 @@ def configure(
     )
     if metrics:
         pipeline.add_metrics(service_name)
-    pipeline.handle = TracingHandle(pipeline, target=target, timeout_s=timeout_s)
-    return pipeline.handle
+    handle = TracingHandle(pipeline, target=target, timeout_s=timeout_s)
+    pipeline.shutdown = handle.shutdown
+    return handle
 
 
 def _settings(record_content: bool | None, conventions: Conventions | str | None) -> Settings:

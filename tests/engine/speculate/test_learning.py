@@ -4,8 +4,8 @@ import pytest
 
 from paceline_engine.mode import Drafter, Variant
 from paceline_engine.speculate.acceptance import Acceptance
-from paceline_engine.speculate.base import Evidence
 from paceline_engine.speculate.costs import PassCosts, PassKind
+from paceline_engine.speculate.proposal import Evidence
 from paceline_engine.timeline import StepTime
 
 WEAK, STRONG = (Evidence(drafter=Drafter.SELF, level=level) for level in (0, 5))

@@ -133,7 +133,7 @@ class EmbeddedBackend:
         call = session.snapshot(prompt.token_ids, salt=salt, adapter=adapter)
         # Told here, where it costs the worker no time; imported here, since NumPy would take a tenth of a
         # second of the way to the worker's start.
-        from paceline_engine.speculate.ngram import repetition
+        from paceline_engine.speculate.history import repetition
 
         repeats = repetition(prompt.token_ids) if self._config.offered_speculations else None
         limit_s = self._config.answer_timeout_s

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.cli.bench.base import Goal, say, summary
+from paceline.cli.bench.modes_base import ModesBench
 from paceline.cli.bench.trajectories import load_turns, spread
 from paceline.measured import Measured, run_measured
 from paceline_engine.mode import Drafter, Mode, Variant
 from paceline_engine.request import Prompt
 from paceline_policies.modes import candidate_modes
-
-if TYPE_CHECKING:
-    from paceline.cli.bench.modes import ModesBench
 
 STREAM_TOKENS = 64
 N_STREAMS = 5

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from paceline.calibrate_quality import HeldText, measure_quality
 from paceline.cli.bench.base import Goal, say
+from paceline.cli.bench.modes_base import ModesBench
 from paceline.cli.bench.modes_drafts import n_common
 from paceline.cli.bench.trajectories import load_turns
 from paceline.policy import Served
 from paceline_engine.backends.base import Backend
 from paceline_engine.mode import Variant
-
-if TYPE_CHECKING:
-    from paceline.cli.bench.modes import ModesBench
 
 WINDOW_TOKENS = 512
 N_WINDOWS = 6

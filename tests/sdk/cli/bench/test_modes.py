@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.bench import modes, modes_drafts, modes_quality
-from paceline.cli.bench.modes import ModesBench
+from paceline.cli.bench.modes_base import ModesBench
 from paceline.measured import Measured
 from paceline_engine.backends.embedded import EmbeddedBackend, EmbeddedConfig
 from paceline_engine.chunk import TokenLogprob

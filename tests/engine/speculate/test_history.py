@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paceline_engine.speculate.ngram import TokenHistory, repetition
+from paceline_engine.speculate.history import TokenHistory, repetition
 
 
 def continuation(token_ids: list[int], most: int) -> tuple[int, list[int], bool]:
