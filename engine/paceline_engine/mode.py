@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from paceline_engine.errors import InvalidValueError
+from paceline_engine.numeric import is_whole
 
 
 class Variant(StrEnum):
@@ -40,11 +41,11 @@ class Speculation:
     """The variant that drafts; set exactly when ``drafter`` is ``self``."""
 
     def __post_init__(self) -> None:
-        if self.max_draft_tokens < 1:
+        if not (is_whole(self.max_draft_tokens) and self.max_draft_tokens >= 1):
             raise InvalidValueError(
                 "max_draft_tokens",
                 observed=self.max_draft_tokens,
-                limit="at least 1",
+                limit="a whole number, at least 1",
                 remedy="leave speculation out to decode without drafts",
             )
         if (self.drafter is Drafter.SELF) != (self.draft_variant is not None):
@@ -69,11 +70,11 @@ class Mode:
     """Most sequences that may share a step with this one."""
 
     def __post_init__(self) -> None:
-        if self.batch_cap < 1:
+        if not (is_whole(self.batch_cap) and self.batch_cap >= 1):
             raise InvalidValueError(
                 "batch_cap",
                 observed=self.batch_cap,
-                limit="at least 1",
+                limit="a whole number, at least 1",
                 remedy="use 1 to run the sequence alone",
             )
 

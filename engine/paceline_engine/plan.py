@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.mode import Mode, Variant
+from paceline_engine.numeric import is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +32,11 @@ class Plan:
     """Longest wait for the next token before the generation fails with ``StallError``."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
+        if not (is_whole(self.max_tokens) and self.max_tokens >= 1):
             raise InvalidValueError(
                 "max_tokens",
                 observed=self.max_tokens,
-                limit="at least 1",
+                limit="a whole number, at least 1",
                 remedy="use Turn.choose to score options without generating",
             )
         for name in ("deadline_at_s", "first_token_by_s", "tpot_target_s", "stall_limit_s"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from paceline_engine.errors import InvalidValueError
 from paceline_engine.grammar.base import Grammar
@@ -121,14 +121,18 @@ class GenerationRequest:
     Empty: from nowhere else, and nothing is kept."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.n <= MAX_CHOICES:
+        if not (is_whole(self.n) and 1 <= self.n <= MAX_CHOICES):
             raise InvalidValueError(
                 "n", observed=self.n, limit=f"1 to {MAX_CHOICES}", remedy="use 1 for one choice"
             )
-        if any(not text for text in self.stop):
+        if not _are_texts(self.stop):
             raise InvalidValueError(
-                "stop", observed=self.stop, limit="made of non-empty texts", remedy="drop the empty text"
+                "stop",
+                observed=self.stop,
+                limit="made of non-empty texts",
+                remedy="pass a tuple of texts, none of them empty",
             )
+        _check_names(salt=self.salt, session=self.session, adapter=self.adapter)
         if self.ignore_eos and self.grammar is not None:
             raise InvalidValueError(
                 "ignore_eos",
@@ -151,7 +155,8 @@ class ScoreRequest:
     """Of each option, where its client has encoded them; else whoever runs the request does."""
 
     def __post_init__(self) -> None:
-        if not self.options or any(not option for option in self.options):
+        _check_names(salt=self.salt, adapter=self.adapter)
+        if not self.options or not _are_texts(self.options):
             raise InvalidValueError(
                 "options",
                 observed=self.options,
@@ -164,4 +169,20 @@ class ScoreRequest:
                 observed=len(self.option_token_ids),
                 limit=f"one for each of the {len(self.options)} options",
                 remedy="leave it out to have the options encoded",
+            )
+
+
+def _are_texts(value: object) -> bool:
+    """Whether it is a sequence of non-empty texts, and no text itself."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return False
+    return all(isinstance(text, str) and bool(text) for text in cast("Sequence[object]", value))
+
+
+def _check_names(**names: object) -> None:
+    """What keys shared state must be a text: 1, 1.0 and True would be one key, and a list none at all."""
+    for field_name, name in names.items():
+        if not isinstance(name, str) and not (field_name == "adapter" and name is None):
+            raise InvalidValueError(
+                field_name, observed=name, limit="a text", remedy="pass a text, or leave it out for none"
             )

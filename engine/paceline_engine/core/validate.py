@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 from paceline_engine.errors import (
     DeadlineExpiredError,
@@ -117,10 +118,15 @@ def _check_fits(runner: ModelRunner, *, n_prompt: int, n_more: int, more: str) -
 
 def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
-        if not 0 <= token_id < vocab_size:
+        if not _is_id(token_id) or not 0 <= token_id < vocab_size:
             raise InvalidValueError(
                 field,
                 observed=token_id,
                 limit=f"made of token ids from 0 to {vocab_size - 1}",
                 remedy="use ids of this model's tokenizer",
             )
+
+
+def _is_id(value: object) -> bool:
+    """Whether it is a whole number of any type: 1.5 would be cut to another token's id."""
+    return type(value) is int or (not isinstance(value, bool) and isinstance(value, Integral))

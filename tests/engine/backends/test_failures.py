@@ -271,7 +271,7 @@ def test_what_cannot_reach_the_worker_is_refused_at_once(process: Any) -> None:
         with pytest.raises(InvalidValueError, match="step_policy_numbers"):
             backend.renew_step_policy({"lock": threading.Lock()})
         with pytest.raises(InvalidValueError, match="plain data"):
-            await process.run(backend, adapter=threading.Lock(), id="odd")
+            await process.run(backend, stop_token_ids=(threading.Lock(),), id="odd")
         assert (await process.run(backend, id="odd"))[-1].finish is not None
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ from paceline_engine.errors import (
     PromptTooLongError,
     UnknownOptionError,
 )
-from paceline_engine.mode import Variant
+from paceline_engine.mode import Drafter, Speculation, Variant
 from paceline_engine.request import SamplingParams
 
 MakeBench = Callable[..., Any]
@@ -216,13 +216,23 @@ def test_context_limit(make_bench: MakeBench) -> None:
         {"sampling": SamplingParams(logit_bias={-1: 1.0})},
         {"stop_token_ids": (64,)},
         {"stop_token_ids": (-1,)},
+        {"sampling": SamplingParams(logit_bias={1.5: 1.0})},  # type: ignore[dict-item]  # pyright: ignore
+        {"stop_token_ids": (1.5,)},
+        {"stop_token_ids": (True,)},
+        {"stop": "AB"},
+        {"stop": (b"A",)},
+        {"n": 2.0},
+        {"salt": ["a"]},
+        {"salt": 1},
+        {"session": ["a"]},
         {"adapter": "a"},
+        {"adapter": ["a"]},
     ],
 )
 def test_a_bad_request_alone_is_refused(
     make_bench: MakeBench, greedy_ids: GreedyIds, fields: dict[str, Any]
 ) -> None:
-    """Token ids beyond the vocabulary are refused at submission, and a healthy neighbour finishes."""
+    """Ids beyond the vocabulary, and what is no id or text, are refused, and a healthy neighbour finishes."""
     bench = make_bench()
     bench.submit("good", [1, 2])
     bench.step()
@@ -233,7 +243,19 @@ def test_a_bad_request_alone_is_refused(
     assert not out.errors
 
 
-@pytest.mark.parametrize("prompt", [[], [64], [-1]])
+@pytest.mark.parametrize("count", [1.5, True, "3", float("nan")])
+def test_counts_of_a_plan_are_whole(make_bench: MakeBench, count: Any) -> None:
+    """Caps that are no whole numbers are refused where they are given, not in a step."""
+    bench = make_bench()
+    with pytest.raises(InvalidValueError, match="max_tokens"):
+        bench.plan(count)
+    with pytest.raises(InvalidValueError, match="batch_cap"):
+        bench.plan(batch_cap=count)
+    with pytest.raises(InvalidValueError, match="max_draft_tokens"):
+        Speculation(drafter=Drafter.NGRAM, max_draft_tokens=count)
+
+
+@pytest.mark.parametrize("prompt", [[], [64], [-1], [1.5]])
 def test_bad_prompts_are_refused(make_bench: MakeBench, prompt: list[int]) -> None:
     """An empty prompt and ids that no embedding has are refused."""
     with pytest.raises(InvalidValueError, match="prompt"):
