@@ -14,6 +14,8 @@ class Snapshot:
 
     taken_at_s: float
     prompt_tokens: int
+    adapter: str | None = None
+    """The LoRA adapter that the prompt is for."""
     cached_tokens: Mapping[Variant, int] = field(default_factory=dict[Variant, int])
     """Prompt tokens that the prefix cache would serve, for each variant that may be asked."""
     cached_mixed_tokens: int = 0

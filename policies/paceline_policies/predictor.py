@@ -9,7 +9,8 @@
 
 Each is multiplied by quantiles of recent ratios measured / predicted (see ``conformal``): the median
 gives p50 and the conformal 0.9 quantile gives p90. Where drafts are made, the tokens of a pass are not one
-number but those of recent answers to like prompts (see ``drafting``), each with the ratio it had.
+number but those of recent answers to like prompts (see ``drafting``), each with the ratio it had. A LoRA
+adapter has scales of its own on top of its variant's, which begin at 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -53,6 +54,9 @@ ASSUMED_STEP = StepModel(fixed_s=0.02, chunk_s=0.2, small_s=1e-3, large_s=1e-3, 
 """The guess for a variant that was never measured."""
 
 
+Phase = Literal["prefill", "decode", "verify", "draft"]
+
+
 class _Measured(NamedTuple):
     ttft_ms: float
     tpot_ms: float | None
@@ -77,30 +81,29 @@ class _State:
 
     __slots__ = (
         "assumed",
-        "decode",
         "draft",
-        "draft_scale",
         "draft_seen",
+        "drifts",
         "n_seen",
-        "prefill",
         "samples",
         "seen",
         "step",
-        "verify",
     )
 
     def __init__(self, profile: VariantProfile) -> None:
         self.step = profile.step
-        self.prefill = Drift(profile.prefill_scale)
-        self.decode = Drift(profile.decode_scale)
-        self.verify = Drift(profile.verify_scale)
+        self.drifts: dict[Phase, Drift] = {
+            "prefill": Drift(profile.prefill_scale),
+            "decode": Drift(profile.decode_scale),
+            "verify": Drift(profile.verify_scale),
+            "draft": Drift(profile.draft_scale),
+        }
         self.samples: deque[Sample] = deque(profile.samples, maxlen=WINDOW)
         self.assumed = profile.assumed
         self.seen: deque[tuple[Mode, Snapshot, Timeline]] = deque(maxlen=WINDOW)
         """Kept only while the step model is a guess, to fit one."""
         self.n_seen = 0
         self.draft = profile.draft
-        self.draft_scale = Drift(profile.draft_scale)
         self.draft_seen: list[StepTime] = []
         """Kept only while what a drafting pass costs is unknown."""
 
@@ -114,6 +117,8 @@ class Predictor:
         self._chunk_tokens = chunk_tokens
         self._states = {variant: _State(each) for variant, each in profile.variants.items()}
         self._drafting = Drafting(profile.drafted)
+        self._adapters: dict[tuple[str, Variant, Phase], Drift] = {}
+        """How much slower a phase is with an adapter; not kept in the profile, which is the model's own."""
         self._overhead = Pause(profile.overhead_s)
         self._gap = Pause(profile.gap_s)
         self._errors: dict[tuple[object, ...], Errors] = {}
@@ -135,13 +140,13 @@ class Predictor:
         variants = {
             variant: VariantProfile(
                 step=state.step,
-                prefill_scale=state.prefill.scale,
-                decode_scale=state.decode.scale,
-                verify_scale=state.verify.scale,
+                prefill_scale=state.drifts["prefill"].scale,
+                decode_scale=state.drifts["decode"].scale,
+                verify_scale=state.drifts["verify"].scale,
                 samples=tuple(state.samples),
                 assumed=state.assumed,
                 draft=state.draft,
-                draft_scale=state.draft_scale.scale,
+                draft_scale=state.drifts["draft"].scale,
             )
             for variant, state in self._states.items()
         }
@@ -218,11 +223,11 @@ class Predictor:
                 state.seen.append((mode, snapshot, timeline))
                 state.n_seen += 1
         if timeline.steps:
-            self._observe_steps(timeline.steps)
+            self._observe_steps(timeline.steps, snapshot.adapter)
             if snapshot.running == snapshot.waiting == 0 and not loaded_first:
                 self._observe_pauses(timeline)
         elif measured is not None:
-            self._observe_phases(state, timeline)
+            self._observe_phases(mode.variant, timeline, snapshot.adapter)
         if state.assumed and state.n_seen in _REFIT_AT and measured is not None:
             self._refit(state)
         self._forget_errors(state.samples)
@@ -231,6 +236,20 @@ class Predictor:
         if variant not in self._states:
             self._states[variant] = _State(VariantProfile(step=ASSUMED_STEP, assumed=True))
         return self._states[variant]
+
+    def _scale(self, variant: Variant, phase: Phase, adapter: str | None = None) -> float:
+        """What the fit's seconds are multiplied by."""
+        scale = self._state(variant).drifts[phase].scale
+        slower = None if adapter is None else self._adapters.get((adapter, variant, phase))
+        return scale if slower is None else scale * slower.scale
+
+    def _follow(self, variant: Variant, phase: Phase, adapter: str | None, ratio: float) -> None:
+        """Take in a ratio measured / fitted: of the variant, or of the adapter that ran over it."""
+        drift = self._state(variant).drifts[phase]
+        if adapter is not None:
+            ratio /= drift.scale
+            drift = self._adapters.setdefault((adapter, variant, phase), Drift())
+        drift.observe(ratio)
 
     def _ttft_s(self, mode: Mode, snapshot: Snapshot, work: Work) -> float:
         state = self._state(mode.variant)
@@ -253,11 +272,11 @@ class Predictor:
             queued = self._queue_load(snapshot, beside)
             seconds += state.step.seconds(queued)
             passes += queued.passes
-        seconds *= state.prefill.scale
+        seconds *= self._scale(mode.variant, "prefill", snapshot.adapter)
         if snapshot.running:
             # An arrival finds a step half done, on average.
             under_way = decode_load(context_tokens=0, sequences=0, tokens_each=1, beside=beside)
-            seconds += 0.5 * (state.step.seconds(under_way) * state.decode.scale)
+            seconds += 0.5 * (state.step.seconds(under_way) * self._scale(mode.variant, "decode"))
         seconds += snapshot.loading_s.get(mode.variant, 0.0)
         return self._overhead.seconds + seconds + passes * (other_s + self._gap.seconds)
 
@@ -282,23 +301,24 @@ class Predictor:
             )
 
         pause_s = other_s + self._gap.seconds
-        plain = pass_s(1) * state.decode.scale
+        plain = pass_s(1) * self._scale(mode.variant, "decode", snapshot.adapter)
         if (spec := mode.speculation) is None:
             return _Passes(plain + pause_s, plain + pause_s)
-        longest = max(plain, pass_s(1 + spec.max_draft_tokens) * state.verify.scale)
+        verify_scale = self._scale(mode.variant, "verify", snapshot.adapter)
+        longest = max(plain, pass_s(1 + spec.max_draft_tokens) * verify_scale)
         if spec.draft_variant is not None:
             draft = decode_load(
                 context_tokens=context, sequences=work.choices, tokens_each=1, beside=Beside()
             )
-            longest += spec.max_draft_tokens * self._draft_s(spec.draft_variant, draft)
+            longest += spec.max_draft_tokens * self._draft_s(spec.draft_variant, draft, snapshot.adapter)
         return _Passes(plain + pause_s, longest + pause_s)
 
-    def _draft_s(self, variant: Variant, load: StepLoad) -> float:
+    def _draft_s(self, variant: Variant, load: StepLoad, adapter: str | None) -> float:
         """One pass that only drafts; until one was measured, a full pass bounds it from above."""
         state = self._state(variant)
         if state.draft is None:
-            return state.step.seconds(load) * state.decode.scale
-        return state.draft.seconds(load) * state.draft_scale.scale
+            return state.step.seconds(load) * self._scale(variant, "decode", adapter)
+        return state.draft.seconds(load) * self._scale(variant, "draft", adapter)
 
     def _beside(self, mode: Mode, snapshot: Snapshot, *, waiting: int) -> tuple[Beside, float]:
         """(what shares our passes, seconds of a pass of another variant that runs between ours).
@@ -308,9 +328,9 @@ class Predictor:
         running = Beside(sequences=snapshot.running, context_tokens=snapshot.running_context_tokens)
         other_s = 0.0
         if snapshot.running and snapshot.running_variant not in (None, mode.variant):
-            other = self._state(snapshot.running_variant)
+            other = snapshot.running_variant
             turn = decode_load(context_tokens=0, sequences=0, tokens_each=1, beside=running)
-            other_s = other.step.seconds(turn) * other.decode.scale
+            other_s = self._state(other).step.seconds(turn) * self._scale(other, "decode")
             running = Beside()
         joined = Beside(
             sequences=running.sequences + waiting,
@@ -360,25 +380,23 @@ class Predictor:
         drafted = Drafted(repetition=snapshot.repetition, rate=rate, share=share, ratio=ratio)
         self._drafting.add(mode, drafted)
 
-    def _observe_steps(self, steps: Sequence[StepTime]) -> None:
+    def _observe_steps(self, steps: Sequence[StepTime], adapter: str | None) -> None:
         drafting = [step for step in steps if step.drafting]
-        self._observe_drafting(drafting)
+        self._observe_drafting(drafting, adapter)
         if drafting:
             steps = [step for step in steps if not step.drafting]
-        ratios: dict[tuple[Variant, str], list[float]] = {}
+        ratios: dict[tuple[Variant, Phase], list[float]] = {}
         # A long answer has thousands of steps; some hundred, spread over it, tell the same.
         for step in (*steps[:4], *steps[4 :: max(1, len(steps) // 256)]):
             duration = step.ended_at_s - step.started_at_s
             if duration > 0 and step.variant in self._states:
                 predicted = self._states[step.variant].step.step_seconds(step)
                 if predicted > 0:
-                    ratios.setdefault((step.variant, _kind(step)), []).append(duration / predicted)
-        for (variant, kind), found in ratios.items():
-            state = self._states[variant]
-            drift = {"prefill": state.prefill, "verify": state.verify, "decode": state.decode}[kind]
-            drift.observe(median(found))
+                    ratios.setdefault((step.variant, _phase(step)), []).append(duration / predicted)
+        for (variant, phase), found in ratios.items():
+            self._follow(variant, phase, adapter, median(found))
 
-    def _observe_drafting(self, steps: Sequence[StepTime]) -> None:
+    def _observe_drafting(self, steps: Sequence[StepTime], adapter: str | None) -> None:
         by_variant: dict[Variant, list[StepTime]] = {}
         for step in steps:
             if step.ended_at_s > step.started_at_s:
@@ -388,7 +406,7 @@ class Predictor:
             if state.draft is None:
                 state.draft_seen += found
                 if len(state.draft_seen) >= _DRAFTS_TO_FIT:
-                    state.draft, state.draft_scale = fit(state.draft_seen), Drift()
+                    state.draft, state.drifts["draft"] = fit(state.draft_seen), Drift()
                     state.draft_seen = []
                 continue
             ratios = [
@@ -397,7 +415,7 @@ class Predictor:
                 if (predicted := state.draft.step_seconds(step)) > 0
             ]
             if ratios:
-                state.draft_scale.observe(median(ratios))
+                self._follow(variant, "draft", adapter, median(ratios))
 
     def _observe_pauses(self, timeline: Timeline) -> None:
         if timeline.started_at_s is not None:
@@ -409,13 +427,13 @@ class Predictor:
         if gaps:
             self._gap.observe(median(gaps))
 
-    @staticmethod
-    def _observe_phases(state: _State, timeline: Timeline) -> None:
-        drifts = (state.prefill, state.decode)
-        for step, drift in zip(phase_steps(timeline), drifts, strict=False):
-            predicted = state.step.step_seconds(step)
+    def _observe_phases(self, variant: Variant, timeline: Timeline, adapter: str | None) -> None:
+        phases: tuple[Phase, Phase] = ("prefill", "decode")
+        for step, phase in zip(phase_steps(timeline), phases, strict=False):
+            predicted = self._state(variant).step.step_seconds(step)
             if predicted > 0:
-                drift.observe((step.ended_at_s - step.started_at_s) / predicted)
+                ratio = (step.ended_at_s - step.started_at_s) / predicted
+                self._follow(variant, phase, adapter, ratio)
 
     def _refit(self, state: _State) -> None:
         """Replace the guess by a fit to the traffic seen, and take the errors anew against the fit.
@@ -429,7 +447,7 @@ class Predictor:
         if not own:
             return
         state.step = fit(own)
-        state.prefill, state.decode, state.verify = Drift(), Drift(), Drift()
+        state.drifts |= {"prefill": Drift(), "decode": Drift(), "verify": Drift()}
         n = len(state.seen)
         widening = math.sqrt(n / max(1, n - 4))
         state.samples.clear()
@@ -466,7 +484,7 @@ def _spread_ttft(plain: Errors, tpot: FloatArray, weights: FloatArray) -> FloatA
     return np.interp(ranks, _TTFT_RANKS, [plain.ttft(q) for q in _TTFT_RANKS])
 
 
-def _kind(step: StepTime) -> str:
+def _phase(step: StepTime) -> Phase:
     if step.prefill_tokens:
         return "prefill"
     return "verify" if step.decode_tokens > step.n_sequences else "decode"

@@ -250,6 +250,7 @@ class ScriptedBackend:
         return Snapshot(
             taken_at_s=self.now_s(),
             prompt_tokens=prompt.n_tokens,
+            adapter=adapter,
             waiting=1 if self._waiting_prefill_tokens else 0,
             waiting_prefill_tokens=self._waiting_prefill_tokens,
         )

@@ -331,3 +331,22 @@ def test_weights_that_have_yet_to_load_are_in_the_first_token_and_are_not_learne
     after = predictor.predict(BF16, there, max_tokens=8)
     assert after.ttft.p50_ms == pytest.approx(before.ttft.p50_ms, rel=0.2)
     assert after.ttft.p90_ms < 2 * before.ttft.p90_ms
+
+
+def test_an_adapter_has_scales_of_its_own(make_machine: Callable[..., Any], info: ModelInfo) -> None:
+    """Turn about with and without an adapter that slows each step, both are predicted right."""
+    machine, slowed = make_machine(seed=4), make_machine(seed=4, slowdown=1.5)
+    predictor = machine.calibrated(info)
+    plain = Snapshot(taken_at_s=0.0, prompt_tokens=400)
+    adapted = replace(plain, adapter="support")
+    for _ in range(12):
+        for snapshot, ran_on in ((plain, machine), (adapted, slowed)):
+            predictor.observe(INT8, snapshot, None, ran_on.run(INT8, prompt=400, output=30))
+    for snapshot, ran_on in ((plain, machine), (adapted, slowed)):
+        predicted = predictor.predict(INT8, snapshot, max_tokens=30)
+        line = ran_on.run(INT8, prompt=400, output=30)
+        assert predicted.ttft.p50_ms == pytest.approx(line.ttft_ms(), rel=0.12)
+        assert predicted.tpot is not None
+        assert predicted.tpot.p50_ms == pytest.approx(line.tpot_ms(), rel=0.12)
+    another = predictor.predict(INT8, replace(plain, adapter="another"), max_tokens=30)
+    assert another == predictor.predict(INT8, plain, max_tokens=30)

@@ -249,6 +249,7 @@ class Engine:
             return Snapshot(
                 taken_at_s=self._clock(),
                 prompt_tokens=len(token_ids),
+                adapter=adapter,
                 cached_tokens=self._pool.cached_tokens(token_ids, scope, self._runner.variants),
                 cached_mixed_tokens=self._pool.mixed_tokens(token_ids, scope),
                 running=len(running),
