@@ -271,6 +271,7 @@ async def second(backend):
     print("".join(texts), backend.worker_pid == pid)
     await backend.aclose()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 backend = make(step_s=0.002)
 asyncio.run(backend.start())
 pid = backend.worker_pid
