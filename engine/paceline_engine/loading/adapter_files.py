@@ -6,6 +6,7 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -53,7 +54,7 @@ class AdapterTensors:
 
     path: str
     digest: str
-    """Of both files: new weights under an old name have another."""
+    """Of what was read: new weights under an old name have another."""
     updates: Mapping[str, LowRankTensors]
     """By the name of the checkpoint's tensor that each is added to."""
 
@@ -86,11 +87,8 @@ def read_adapter(path: str) -> AdapterTensors:
         sides.setdefault(match["module"], {})[match["side"]] = tensor
     if not sides:
         raise ModelLoadError(path, reason=f"{_WEIGHTS} holds no tensors", remedy=FETCH_AGAIN)
-    return AdapterTensors(
-        path=path,
-        digest=_digest(folder),
-        updates=dict(_update(path, config, module, found) for module, found in sides.items()),
-    )
+    updates = dict(_update(path, config, module, found) for module, found in sides.items())
+    return AdapterTensors(path=path, digest=_digest(updates), updates=updates)
 
 
 def _check_kind(path: str, config: Mapping[str, Any]) -> None:
@@ -147,9 +145,14 @@ def _alpha(path: str, config: Mapping[str, Any], module: str) -> float:
     return alpha
 
 
-def _digest(folder: Path) -> str:
+def _digest(updates: Mapping[str, LowRankTensors]) -> str:
+    """Of the tensors themselves: the files may have been written anew since they were read."""
+    import torch
+
     digest = hashlib.sha256()
-    for name in (_CONFIG, _WEIGHTS):
-        with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for name, update in sorted(updates.items()):
+        for side in (update.down, update.up):
+            described = [name, update.scale, str(side.dtype), list(side.shape)]
+            digest.update(json.dumps(described).encode())
+            digest.update(side.contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()[:32]

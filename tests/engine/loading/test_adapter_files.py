@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline_engine.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError
+from paceline_engine.loading import adapter_files
 from paceline_engine.loading.adapter_files import read_adapter
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -170,3 +171,19 @@ def test_cut_files(folder: Path, n_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:n_bytes])
     with pytest.raises(ModelLoadError):
         read_adapter(str(folder))
+
+
+def test_the_digest_is_of_what_was_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are written anew right after they were read do not give the old weights the new digest."""
+    read, n_read = adapter_files.read_tensor, 0
+
+    def read_and_replace(entry: Any) -> torch.Tensor:
+        nonlocal n_read
+        tensor, n_read = read(entry), n_read + 1
+        if n_read == 2:
+            rewrite(folder, lambda tensors: tensors.update({name: -tensors[name] for name in [*tensors][:1]}))
+        return tensor
+
+    monkeypatch.setattr(adapter_files, "read_tensor", read_and_replace)
+    first, again, third = (read_adapter(str(folder)).digest for _ in range(3))
+    assert first != again == third
