@@ -154,5 +154,5 @@ def _digest(updates: Mapping[str, LowRankTensors]) -> str:
         for side in (update.down, update.up):
             described = [name, update.scale, str(side.dtype), list(side.shape)]
             digest.update(json.dumps(described).encode())
-            digest.update(side.contiguous().view(torch.uint8).numpy())
+            digest.update(side.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
