@@ -71,17 +71,17 @@ class Ledger:
         """A load has ended: tell and move the streams that waited for it; where it failed, end them."""
         variant, at_s = loaded.variant, loaded.ended_at_s
         for request_id, job in list(self.requests.items()):
-            waits = any(sequence.variant is variant for sequence in _sequences(job))
+            waits = any(sequence.variant == variant for sequence in _sequences(job))
             if waits and loaded.error is not None:
                 self._fail(job, copy.copy(loaded.error))
                 continue
             speculation = job.plan.mode.speculation
-            drafts = speculation is not None and speculation.draft_variant is variant
-            if waits or drafts or self._moves.get(request_id) is variant:
+            drafts = speculation is not None and speculation.draft_variant == variant
+            if waits or drafts or self._moves.get(request_id) == variant:
                 event = _loaded_event(loaded)
                 for sequence in _sequences(job):
                     sequence.events.append(event)
-        moved = [request_id for request_id, to in self._moves.items() if to is variant]
+        moved = [request_id for request_id, to in self._moves.items() if to == variant]
         for request_id in moved:
             del self._moves[request_id]
             if loaded.error is None:

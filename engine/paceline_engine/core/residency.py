@@ -73,7 +73,7 @@ class Residency:
                 self._started_at_s = self._clock()
                 threading.Thread(target=self._load, name="paceline-loading", daemon=True).start()
             elif urgent or variant not in self._queue:
-                self._queue = [each for each in self._queue if each is not variant]
+                self._queue = [each for each in self._queue if each != variant]
                 self._queue.insert(1 if urgent else len(self._queue), variant)
 
     def remaining_s(self, variants: Iterable[Variant]) -> dict[Variant, float]:

@@ -62,10 +62,11 @@ def test_a_load_that_fails_ends_only_who_waits_for_it(bench: Bench, error: Excep
     bench.submit("b", [4, 5, 6], bench.plan(4, Variant.INT4))
     bench.submit("c", [7, 8], bench.plan(4, Variant.INT4), n=2)
     bench.score("d", [7, 8], ["AB", "C"], bench.plan(1, Variant.INT4))
+    bench.submit("e", [4, 5, 6], bench.plan(4, "int4"))  # a plain text names it as well
     bench.step(2)
     land(bench)
     bench.run()
-    assert set(bench.out.errors) == {"b", "c", "d"}
+    assert set(bench.out.errors) == {"b", "c", "d", "e"}
     assert all(isinstance(each, type(error) | BackendError) for each in bench.out.errors.values())
     assert str(error).split(":")[-1].strip() in str(bench.out.errors["b"])
     assert len(bench.out.ids("a")) == 8
