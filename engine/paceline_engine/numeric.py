@@ -29,9 +29,9 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_finite(value: float) -> bool:
-    """Whether it is finite as a ``float``: an ``int`` may be too large for one."""
+def is_finite(value: object) -> bool:
+    """Whether it is a number, no bool, and finite as a ``float``: an ``int`` may be too large for one."""
     try:
-        return math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
         return False

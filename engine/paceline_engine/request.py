@@ -75,10 +75,12 @@ class SamplingParams:
         )
         for name in ("presence_penalty", "frequency_penalty"):
             check(name, finite(getattr(self, name)), "a finite number", "0 turns it off")
+        biases = cast("object", self.logit_bias)
         check(
             "logit_bias",
-            all(finite(bias) for bias in self.logit_bias.values()),
-            "finite for every token id",
+            isinstance(biases, Mapping)
+            and all(map(finite, cast("Mapping[object, object]", biases).values())),
+            "a mapping of token ids to finite numbers",
             "use a large finite bias, such as -100, to forbid a token",
         )
         for name in ("top_k", "min_tokens"):
@@ -131,6 +133,14 @@ class GenerationRequest:
                 observed=self.stop,
                 limit="made of non-empty texts",
                 remedy="pass a tuple of texts, none of them empty",
+            )
+        stop_ids = cast("object", self.stop_token_ids)
+        if isinstance(stop_ids, (str, bytes)) or not isinstance(stop_ids, Sequence):
+            raise InvalidValueError(
+                "stop_token_ids",
+                observed=stop_ids,
+                limit="a sequence of token ids",
+                remedy="pass a tuple of token ids, and texts as stop",
             )
         _check_names(salt=self.salt, session=self.session, adapter=self.adapter)
         if self.ignore_eos and self.grammar is not None:

@@ -86,4 +86,5 @@ class DrawRule:
 
 
 def _bounded(value: float) -> float:
-    return min(max(value, -_HUGE), _HUGE)
+    """As a ``float``: an ``int`` may be too large for torch's 64 bits."""
+    return float(min(max(value, -_HUGE), _HUGE))

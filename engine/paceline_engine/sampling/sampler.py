@@ -136,7 +136,7 @@ def _best(logits: torch.Tensor, rows: Sequence[int]) -> dict[int, tuple[int, flo
 def _draw_by_chance(logits: torch.Tensor, rule: DrawRule, position: int, best: float) -> int:
     """Temperature, then top-k, top-p (Holtzman et al., 2020) and min-p (Nguyen et al., 2024), then draw."""
     params = rule.params
-    scaled = (logits - best) / min(params.temperature, _FLATTEST)  # [vocab], largest is 0
+    scaled = (logits - best) / float(min(params.temperature, _FLATTEST))  # [vocab], largest is 0
     if not logits.is_cpu:
         return choose_on_device(scaled, params, rule.stream.uniform(position))
     weights, ids = _kept(scaled, top_k=params.top_k, top_p=params.top_p)

@@ -300,3 +300,29 @@ def test_scores() -> None:
         logits.log_softmax(-1)[rows, ids].tolist(), abs=1e-5
     )
     assert score_tokens(logits, [], []) == []
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": {1: 10**25}},
+        {"presence_penalty": 10**25},
+        {"frequency_penalty": -(10**25)},
+        {"repetition_penalty": 10**25},
+        {"temperature": 10**25},
+    ],
+)
+def test_whole_numbers_beyond_64_bits_draw_as_floats(params: dict[str, object]) -> None:
+    """An ``int`` that torch cannot hold counts like the float of its size."""
+    drawn = draw(torch.tensor([1.0, 2.0, 3.0]), rule(**params), output=[0])
+    assert drawn in range(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", "x"), ("top_p", None), ("min_p", True), ("logit_bias", [1]), ("logit_bias", {1: None})],
+)
+def test_what_is_no_number_is_refused(name: str, value: object) -> None:
+    """A parameter of another type is named in the error."""
+    with pytest.raises(InvalidValueError, match=name):
+        rule(**{name: value})  # type: ignore[arg-type]  # pyright: ignore
