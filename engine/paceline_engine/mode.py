@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
-from paceline_engine.errors import InvalidValueError
+from paceline_engine.errors import InvalidValueError, UnknownOptionError
 from paceline_engine.numeric import is_whole
 
 
@@ -31,6 +32,20 @@ class Drafter(StrEnum):
     """The same model at a lower precision."""
 
 
+_Name = TypeVar("_Name", bound=StrEnum)
+
+
+def _named(kind: type[_Name], value: str, name: str) -> _Name:
+    """The member of that name, also where it was given as plain text."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(repr(str(each)) for each in kind)
+        raise UnknownOptionError(
+            name, observed=value, limit=f"one of {known}", remedy="check the spelling"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """Draft up to ``max_draft_tokens`` tokens with ``drafter``; the target verifies them in one pass."""
@@ -41,6 +56,10 @@ class Speculation:
     """The variant that drafts; set exactly when ``drafter`` is ``self``."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "drafter", _named(Drafter, self.drafter, "drafter"))
+        if self.draft_variant is not None:
+            variant = _named(Variant, self.draft_variant, "draft_variant")
+            object.__setattr__(self, "draft_variant", variant)
         if not (is_whole(self.max_draft_tokens) and self.max_draft_tokens >= 1):
             raise InvalidValueError(
                 "max_draft_tokens",
@@ -70,6 +89,7 @@ class Mode:
     """Most sequences that may share a step with this one."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "variant", _named(Variant, self.variant, "variant"))
         if not (is_whole(self.batch_cap) and self.batch_cap >= 1):
             raise InvalidValueError(
                 "batch_cap",

@@ -104,20 +104,31 @@ class Errors:
         """
         if min(limits) <= 0:
             return 0.0
-        if points[1] is None:
-            overshoot = self._ttft * (points[0] / min(limits[0], limits[2]))
-            weights = self._weights[0]
-        else:
-            ratios, weights = self._decoded, self._weights[1]
-            ttft = ratios[:, 0] * points[0]
-            e2e = np.maximum(ratios[:, 2] * points[2], ttft)
-            overshoot = np.maximum(ttft / limits[0], e2e / limits[2])
-            if math.isfinite(limits[1]):
-                overshoot = np.maximum(overshoot, ratios[:, 1] * (points[1] / limits[1]))
+        overshoot, weights = self._overshoot(points, limits)
         total, over = float(weights.sum()), overshoot > 1.0
         if over.any():
             return float(weights[~over].sum()) / (total + 1)
         return 1.0 - math.pow(float(overshoot.max()), TAIL_EXPONENT) / (total + 1)
+
+    def median_overshoot(
+        self, *, points: tuple[float, float | None, float], limits: tuple[float, float, float]
+    ) -> float:
+        """The median of the worst overshoot: 1.5 is half over. Arguments as ``p_meet``, limits above 0."""
+        return quantile(*self._overshoot(points, limits), 0.5)
+
+    def _overshoot(
+        self, points: tuple[float, float | None, float], limits: tuple[float, float, float]
+    ) -> tuple[FloatArray, FloatArray]:
+        """Each sample's worst overshoot, and its weight."""
+        if points[1] is None:
+            return self._ttft * (points[0] / min(limits[0], limits[2])), self._weights[0]
+        ratios = self._decoded
+        ttft = ratios[:, 0] * points[0]
+        e2e = np.maximum(ratios[:, 2] * points[2], ttft)
+        overshoot = np.maximum(ttft / limits[0], e2e / limits[2])
+        if math.isfinite(limits[1]):
+            overshoot = np.maximum(overshoot, ratios[:, 1] * (points[1] / limits[1]))
+        return overshoot, self._weights[1]
 
 
 def quantile(values: FloatArray, weights: FloatArray, q: float) -> float:

@@ -23,7 +23,6 @@ from paceline_policies.judge import (
     judge,
     judge_mode,
     longest_cap,
-    overshoots,
 )
 from paceline_policies.remedy import cheapest_remedy
 from paceline_policies.slo import SLO
@@ -136,11 +135,11 @@ def _infeasible(
 
 
 def _most_likely(judged: Sequence[Judged], left: Budgets, slo: SLO) -> Judged:
-    """The highest p(meet); where those are equal (all about 0), the least of the worst overshoots."""
+    """The highest p(meet); where those are alike (all about 0), the nearest: the least median overshoot."""
 
     def key(each: Judged) -> tuple[bool, bool, float, float, float]:
-        worst = max(overshoots(each, left, slo.confidence).values(), default=0.0)
-        return each.low_quality, each.misfit is not None, -each.p_meet, worst, each.forecast.at(0.5).e2e_ms
+        nearness = each.forecast.overshoot(left), each.forecast.at(0.5).e2e_ms
+        return each.low_quality, each.misfit is not None, -round(each.p_meet, 2), *nearness
 
     return min(judged, key=key)
 

@@ -80,8 +80,23 @@ class Forecast:
 
         A choice among options has no first token: only its E2E counts.
         """
-        ttft = budgets.ttft_ms if self.kind == "chat" else None
-        limits = tuple(math.inf if each is None else each for each in (ttft, budgets.tpot_ms, budgets.e2e_ms))
-        return self.errors.p_meet(
-            points=(self.ttft_ms, self.tpot_ms, self.e2e_ms), limits=(limits[0], limits[1], limits[2])
-        )
+        return self.errors.p_meet(points=self._points, limits=self._limits(budgets))
+
+    def overshoot(self, budgets: Budgets) -> float:
+        """By what factor the worst of the budgets is likely (with probability 0.5) to be exceeded.
+
+        Budgets that are spent already are left out, since they are missed by any factor.
+        """
+        ttft, tpot, e2e = (each if each > 0 else math.inf for each in self._limits(budgets))
+        return self.errors.median_overshoot(points=self._points, limits=(ttft, tpot, e2e))
+
+    @property
+    def _points(self) -> tuple[float, float | None, float]:
+        return self.ttft_ms, self.tpot_ms, self.e2e_ms
+
+    def _limits(self, budgets: Budgets) -> tuple[float, float, float]:
+        def limit(budget_ms: float | None) -> float:
+            return math.inf if budget_ms is None else budget_ms
+
+        ttft_ms = budgets.ttft_ms if self.kind == "chat" else None
+        return limit(ttft_ms), limit(budgets.tpot_ms), limit(budgets.e2e_ms)

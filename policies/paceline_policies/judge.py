@@ -163,21 +163,3 @@ def longest_cap(each: Judged, left: Budgets, confidence: float) -> int | None:
 
 def _capped(work: Work, cap: int) -> Work:
     return replace(work, max_tokens=cap)
-
-
-def overshoots(each: Judged, left: Budgets, q: float) -> dict[str, float]:
-    """How far the q-quantile of each duration exceeds its budget: above 1 misses it. Spent ones left out."""
-    at = each.forecast.at(q)
-    pairs = (
-        ("ttft", at.ttft_ms, left.ttft_ms),
-        ("tpot", at.tpot_ms, left.tpot_ms),
-        ("e2e", at.e2e_ms, left.e2e_ms),
-    )
-    return {
-        name: took / limit
-        for name, took, limit in pairs
-        if took is not None
-        and limit is not None
-        and limit > 0
-        and not (name == "ttft" and each.work.kind == "choose")
-    }

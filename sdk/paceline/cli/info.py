@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -56,12 +57,17 @@ def _cache() -> dict[str, Any]:
     folder = cache_folder()
     found: dict[str, Any] = {"folder": str(folder)}
     for kind in ("weights", "tokenizers", "profiles"):
-        sizes = [file.stat().st_size for file in (folder / kind).glob("*") if file.is_file()]
+        sizes = [file.stat().st_size for file in (folder / kind).glob("*") if _is_kept(file)]
         files = "file" if len(sizes) == 1 else "files"
         total = sum(sizes)
         size = f"{total / 1e6:.1f} MB" if total >= 1e5 else f"{total / 1e3:.1f} kB"
         found[kind] = f"{len(sizes)} {files}, {size}"
     return found
+
+
+def _is_kept(file: Path) -> bool:
+    """Whether it holds something itself: the others note that a file's checksum was compared."""
+    return file.is_file() and file.suffix != ".checked"
 
 
 def _variants(model: str) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from paceline_engine.backends.base import OnProgress, Progress
 
 ONCE = ("fetch", "convert", "calibrate")
 """Kept in the cache folder."""
+_LINE_EVERY_S = 10.0
 
 
 class StageTimes:
@@ -61,8 +62,8 @@ class StageTimes:
 
 
 @contextmanager
-def progress_bar() -> Generator[OnProgress, None, None]:
-    """A bar a stage on a terminal; elsewhere one line when a stage begins and one when it ends."""
+def progress_bar(*, clock: Callable[[], float] = time.monotonic) -> Generator[OnProgress, None, None]:
+    """A bar a stage on a terminal; elsewhere a line when a stage begins, at times, and when it ends."""
     if sys.stderr.isatty():
         bars = Bars(transient=False)
         try:
@@ -72,14 +73,22 @@ def progress_bar() -> Generator[OnProgress, None, None]:
         return
     begun: set[str] = set()
     ended: set[str] = set()
+    told_at_s = 0.0
 
     def on_progress_line(progress: Progress) -> None:
+        nonlocal told_at_s
         name = STAGES.get(progress.stage, progress.stage)
+        lines: list[str] = []
         if progress.stage not in begun:
             begun.add(progress.stage)
-            print(f"{name} ...", file=sys.stderr, flush=True)
+            lines.append(f"{name} ...")
         if progress.done >= 1 and progress.stage not in ended:
             ended.add(progress.stage)
-            print(f"{name}: done", file=sys.stderr, flush=True)
+            lines.append(f"{name}: done")
+        if not lines and progress.done < 1 and clock() - told_at_s >= _LINE_EVERY_S:
+            lines.append(f"{name}: {progress.done:.0%}")
+        for line in lines:
+            told_at_s = clock()
+            print(line, file=sys.stderr, flush=True)
 
     yield on_progress_line

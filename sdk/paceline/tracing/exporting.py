@@ -11,10 +11,12 @@ Needs the OpenTelemetry SDK; imported only by ``paceline.tracing.configure``.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 from opentelemetry.sdk.resources import Resource
@@ -31,6 +33,7 @@ _REQUEST_LIMIT_BYTES = 2 * 1024 * 1024
 """Collectors take 4 MiB over gRPC by default; the rest is room for what the estimate leaves out."""
 _SPAN_OVERHEAD_BYTES = 256
 _VALUE_OVERHEAD_BYTES = 32
+_CONNECT_S = 0.5
 _INT64 = range(-(2**63), 2**63)
 
 _logger = logging.getLogger("paceline.tracing")
@@ -46,6 +49,19 @@ def _hint(protocol: Protocol) -> str:
         f"If it expects {_SPOKEN[other]}, set OTEL_EXPORTER_OTLP_PROTOCOL={other}, or pass "
         f"protocol={other!r} to configure(){prefix}"
     )
+
+
+def _without_a_reason(endpoint: str) -> str:
+    """What to look at where the exporter only said that it failed. Runs beside the turns."""
+    found = urlsplit(endpoint)
+    port = found.port or (443 if found.scheme == "https" else 80)
+    try:
+        with socket.create_connection((found.hostname or "", port), timeout=_CONNECT_S):
+            return "see the collector's log"
+    except ConnectionRefusedError:
+        return f"nothing listens at port {port}: is it started?"
+    except OSError as error:
+        return f"it cannot be reached: {error}"
 
 
 class Quiet:
@@ -88,7 +104,7 @@ class Quiet:
     def run(self, export: Callable[[], bool], what: str) -> bool:
         """Whether the export succeeded; no exception leaves here."""
         self._exporting.active = True
-        reason = "see the collector's log"
+        reason = ""
         try:
             succeeded = export()
         except Exception as error:
@@ -105,6 +121,7 @@ class Quiet:
         if changed and succeeded:
             _logger.info("the collector at %s takes %s again", self._endpoint, what)
         elif changed:
+            reason = reason or _without_a_reason(self._endpoint)
             _logger.warning(
                 "the collector at %s takes no %s over %s, so they are dropped until it does (%s). %s",
                 self._endpoint,

@@ -49,3 +49,18 @@ def test_lines_elsewhere_than_on_a_terminal(capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines() == ["calibrating ...", "calibrating: done"]
+
+
+def test_a_long_stage_tells_its_share_at_times(capsys: pytest.CaptureFixture[str]) -> None:
+    """A log shows that a slow conversion goes on, some lines a minute."""
+    now_s = 100.0
+    with progress_bar(clock=lambda: now_s) as on_progress:
+        for percent in range(0, 101, 5):
+            on_progress(Progress(stage="convert", done=percent / 100))
+            now_s += 3.0
+    shares = ["20%", "40%", "60%", "80%"]
+    assert capsys.readouterr().err.splitlines() == [
+        "converting weights ...",
+        *(f"converting weights: {share}" for share in shares),
+        "converting weights: done",
+    ]

@@ -128,6 +128,7 @@ def test_a_closed_port_costs_no_time_and_one_warning(
     message = record.getMessage()
     assert str(closed_port) in message
     assert ("over gRPC" if protocol == "grpc" else "over HTTP") in message
+    assert f"nothing listens at port {closed_port}" in message
     # An address does not tell what listens there: the line says how to choose the other protocol.
     other = "http/protobuf" if protocol == "grpc" else "grpc"
     assert f"OTEL_EXPORTER_OTLP_PROTOCOL={other}" in message
