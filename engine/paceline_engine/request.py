@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -135,11 +135,11 @@ class GenerationRequest:
                 remedy="pass a tuple of texts, none of them empty",
             )
         stop_ids = cast("object", self.stop_token_ids)
-        if isinstance(stop_ids, (str, bytes)) or not isinstance(stop_ids, Sequence):
+        if isinstance(stop_ids, (str, bytes)) or not isinstance(stop_ids, Collection):
             raise InvalidValueError(
                 "stop_token_ids",
                 observed=stop_ids,
-                limit="a sequence of token ids",
+                limit="a collection of token ids",
                 remedy="pass a tuple of token ids, and texts as stop",
             )
         _check_names(salt=self.salt, session=self.session, adapter=self.adapter)
