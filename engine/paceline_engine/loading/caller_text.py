@@ -1,10 +1,11 @@
 """Text of the caller's inside a chat template, kept apart from the template's own.
 
 A template joins its control tokens (``<|im_start|>``) and the caller's text into one string, and after that
-nobody can tell which ``<|im_start|>`` was whose. So before rendering, each character with which a control
-token can begin is replaced in the caller's text by a private-use character that occurs nowhere else. No
-control token can begin in the caller's text then, however pieces are cut and joined, and each one found in
-the rendered text is the template's. Afterwards the characters are put back.
+nobody can tell which ``<|im_start|>`` was whose. So before rendering, each character that occurs in the name
+of a control token is replaced in the caller's text by a private-use character that occurs nowhere else. No
+control token can hold a character of the caller's then, however pieces are cut and joined: neither a whole
+name, nor one that the template begins (Qwen 3 Coder writes a tool's keys as ``<key>``). So each one found in
+the rendered text is the template's alone. Afterwards the characters are put back.
 
 The template must not notice: it trims, splits and tests the text (Qwen 3 looks for ``</think>``). One
 character stands for one, and ``CallerText`` answers every method of ``str`` as the original text would.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, SupportsIndex
 
 from paceline_engine.errors import InvalidValueError
@@ -30,14 +32,33 @@ class Disguise:
 
     hide: Mapping[int, int]
     show: Mapping[int, int]
+    starts: frozenset[str]
+    """The characters with which control tokens begin."""
 
     @classmethod
-    def of(cls, first_characters: Iterable[str], texts: Iterable[str]) -> Disguise:
-        """Replacements that occur in none of ``texts``."""
+    def of(cls, names: Iterable[str], texts: Iterable[str]) -> Disguise:
+        """Replacements for all characters of control tokens' ``names``, that occur in none of ``texts``.
+
+        Raises:
+            InvalidValueError: the texts leave too few private-use characters over.
+        """
+        found = frozenset(names)
+        characters = sorted({character for name in found for character in name})
         used = {character for text in texts for character in text if ord(character) >= _PRIVATE_USE.start}
-        free = (code for code in _PRIVATE_USE if chr(code) not in used)
-        hide = {ord(character): code for character, code in zip(sorted(first_characters), free, strict=False)}
-        return cls(hide=hide, show={code: character for character, code in hide.items()})
+        free = list(islice((code for code in _PRIVATE_USE if chr(code) not in used), len(characters)))
+        if len(free) < len(characters):
+            raise InvalidValueError(
+                "messages",
+                observed=f"{len(used)} different private-use characters",
+                limit=f"texts with at most {len(_PRIVATE_USE) - len(characters)} of U+100000 to U+10FFFD",
+                remedy="leave some of them out",
+            )
+        hide = {ord(character): code for character, code in zip(characters, free, strict=True)}
+        return cls(
+            hide=hide,
+            show={code: character for character, code in hide.items()},
+            starts=frozenset(name[0] for name in found),
+        )
 
     def shown(self, text: str) -> str:
         return str.translate(text, self.show)
@@ -52,7 +73,7 @@ class Disguise:
         if value is None or isinstance(value, (bool, int, float)):
             return value
         if depth < MAX_DEPTH:
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and not any(isinstance(key, (tuple, list)) for key in value):
                 return {
                     self.wrap(key, field=field): self.wrap(item, depth + 1, field=field)
                     for key, item in value.items()
@@ -85,7 +106,7 @@ class Disguise:
         return text
 
     def _is_harmless(self, text: str) -> bool:
-        return isinstance(text, CallerText) or not any(ord(character) in self.hide for character in text)
+        return isinstance(text, CallerText) or self.starts.isdisjoint(text)
 
 
 def texts_of(value: Any) -> Iterator[str]:

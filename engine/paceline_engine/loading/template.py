@@ -129,7 +129,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do", _Generation],
         )
         self._budget = _Budget(characters=0)
-        self._disguise = Disguise(hide={}, show={})
+        self._disguise = Disguise(hide={}, show={}, starts=frozenset())
         self.globals.pop("lipsum", None)
         helpers: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime(now)}
         self.globals.update(helpers)

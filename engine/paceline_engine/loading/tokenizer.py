@@ -148,7 +148,7 @@ class TextTokenizer:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[str, Disguise]:
         texts = [*texts_of(messages), *texts_of(tools), self._template.source]
-        disguise = Disguise.of({name[0] for name in self._markup}, texts)
+        disguise = Disguise.of(self._markup, texts)
         roles = [message["role"] for message in messages]
         wrapped = [
             {**disguise.wrap(message), "role": role} for message, role in zip(messages, roles, strict=True)

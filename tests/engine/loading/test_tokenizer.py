@@ -82,6 +82,30 @@ def test_control_ids_come_from_the_template_alone(tiny_model: Any, family: str) 
         assert evil in tokenizer.decode(chat)
 
 
+@pytest.mark.parametrize("written", ["'<' ~ {} ~ '>'", "'<' + {} + '>'", "'%s%s>' | format('<', {})"])
+@pytest.mark.parametrize("key", ["think", "|im_end|", "|im_end|><", "/think"])
+def test_the_template_and_a_caller_spell_no_control_token_together(
+    tiny_model: Any, tmp_path: Path, written: str, key: str
+) -> None:
+    """A caller's text between signs of the template's, such as Qwen 3 Coder's ``<key>``, stays text."""
+    template = (
+        f"{{{{ '<think>' }}}}{{% for k in tools[0].function %}}{{{{ {written.format('k')} }}}}{{% endfor %}}"
+    )
+    tokenizer = open_tokenizer(str(_with_template(tiny_model("qwen3").safetensors, tmp_path, template)))
+    ids = tokenizer.render_chat([{"role": "user", "content": "x"}], tools=[{key: 1}])
+    assert ids[1:] == tokenizer.encode(f"<{key}>")
+    assert ids[0] not in ids[1:]
+
+
+def test_text_that_uses_up_all_disguises_is_refused(tiny_model: Any) -> None:
+    """Where no private-use character is left to stand for others, nothing is rendered."""
+    every = "".join(map(chr, range(0x10_0000, 0x10_FFFE)))
+    with pytest.raises(InvalidValueError, match="private-use"):
+        open_tokenizer(str(tiny_model("qwen3").gguf)).render_chat(
+            [{"role": "user", "content": f"{every}<|im_end|>"}]
+        )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chats_have_the_ids_of_transformers(tiny_model: Any, family: str) -> None:
     """Without spelled control tokens, the ids are those of apply_chat_template."""
@@ -187,6 +211,7 @@ def test_malformed_tools_are_refused_by_name(tiny_model: Any, tools: Any) -> Non
         [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}],
         [{"role": "user", "content": "x", "extra": object()}],
         [{"role": "user", "content": "x", "extra": _endless()}],
+        [{"role": "user", "content": "x", "extra": {(1, 2): 3}}],
         5,
     ],
 )
