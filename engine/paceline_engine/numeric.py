@@ -32,6 +32,6 @@ def is_whole(value: object) -> bool:
 def is_finite(value: object) -> bool:
     """Whether it is a number, no bool, and finite as a ``float``: an ``int`` may be too large for one."""
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     except OverflowError:
         return False
