@@ -17,13 +17,13 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from paceline_engine.errors import InvalidValueError, MissingExtraError
 from paceline_engine.grammar.base import Grammar, GrammarKind
-from paceline_engine.grammar.ending import TooHeavy, find_ending
+from paceline_engine.grammar.ending import TooHeavy, find_ending, words_of
 from paceline_engine.grammar.finite import without_endless
 from paceline_engine.loading.base import Tokenizer
 
@@ -118,7 +118,10 @@ class Compiled:
                 raise _refused(grammar, matcher.get_error())
         try:
             self.ending = find_ending(
-                self._bytes.deep_copy(), json=grammar.kind is GrammarKind.JSON_SCHEMA, rest=rest
+                self._bytes.deep_copy(),
+                json=grammar.kind is GrammarKind.JSON_SCHEMA,
+                words=_words(grammar),
+                rest=rest,
             )
             """The shortest output that was found; None where the search gave up."""
         except TooHeavy as error:
@@ -271,6 +274,31 @@ def _source(grammar: Grammar) -> str:
     options = {"whitespace_flexible": False}
     schema = without_endless(json.loads(grammar.text))
     return str(matcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), overrides=options))
+
+
+def _words(grammar: Grammar) -> list[bytes]:
+    """What free text of the grammar may have to hold, as it is written in an output."""
+    if grammar.kind is GrammarKind.REGEX:
+        return [word.encode() for word in words_of([grammar.text])]
+    if grammar.kind is GrammarKind.ONE_OF:
+        return []
+    found = words_of(_patterns(json.loads(grammar.text)))
+    return [json.dumps(word, ensure_ascii=False)[1:-1].encode() for word in found]
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """Every regular expression in a schema."""
+    pending = [schema]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, dict):
+            if isinstance(pattern := one.get("pattern"), str):
+                yield pattern
+            if isinstance(named := one.get("patternProperties"), dict):
+                yield from named
+            pending += one.values()
+        elif isinstance(one, list):
+            pending += one
 
 
 def _escaped(text: str) -> str:

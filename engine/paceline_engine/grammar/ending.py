@@ -7,14 +7,16 @@ after which the same bytes may come, only some are followed. That can make an en
 or leave it unfound, but never wrong: what is found was accepted by the matcher.
 
 Where that gives up, because letters fan out too far, a second search goes deep first, closes what it can and
-tries only a few letters of each kind.
+tries only a few letters of each kind. Neither finds a word that free text must hold, since all letters of it
+look alike until it is whole: a third search spells the words that the grammar's patterns are written with.
 """
 
 from __future__ import annotations
 
 import heapq
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import islice
 from typing import Protocol
@@ -30,6 +32,11 @@ _FREE_TEXT = 32
 """Where a quote is allowed beside this many other bytes, it ends a string."""
 _FEW = 2
 """Letters of each kind that a thin search tries."""
+_MOST_WORDS = 64
+_PLAIN = re.compile(r"(?:\\[^A-Za-z0-9]|[^\\()\[\]{}|*+?^$.])+")
+_CLASS = re.compile(r"\\[A-Za-z0-9]")
+"""Such as ``\\d``."""
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _KINDS = (b"abcdefghijklmnopqrstuvwxyz", b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", b"0123456789")
 
 
@@ -45,6 +52,8 @@ class _Ways(Enum):
     ALL = auto()
     DEEP = auto()
     """What closes, then other signs, then a few letters of each kind; the longest way first."""
+    SPELLING = auto()
+    """Whole words where something is to be written that cannot end yet; the fewest steps first."""
 
 
 class ByteMatcher(Protocol):
@@ -65,21 +74,39 @@ class ByteMatcher(Protocol):
     def get_error(self) -> str: ...
 
 
-def find_ending(matcher: ByteMatcher, *, json: bool, rest: Callable[[], None] | None = None) -> bytes | None:
+def find_ending(
+    matcher: ByteMatcher,
+    *,
+    json: bool,
+    words: Sequence[bytes] = (),
+    rest: Callable[[], None] | None = None,
+) -> bytes | None:
     """Bytes that lead from the matcher's state to an accepting one; None where the search gave up.
 
     Args:
         matcher: left in the state in which it came.
         json: first look only at ways that close strings, arrays and objects as soon as they can.
+        words: what free text may have to hold, see ``words_of``.
         rest: called after each way that was looked at; may sleep.
 
     Raises:
         TooHeavy: a limit of the library was passed; the matcher is left broken.
     """
-    for ways in _Ways if json else (_Ways.ALL, _Ways.DEEP):
-        if (found := _search(matcher, ways, rest)) is not None:
+    for ways in _Ways:
+        if (json or ways is not _Ways.CLOSING) and (
+            found := _search(matcher, ways, rest, words=words, json=json)
+        ) is not None:
             return found
     return None
+
+
+def words_of(patterns: Iterable[str]) -> list[str]:
+    """The runs of letters and signs that stand for themselves in regular expressions, and their letters."""
+    runs = [
+        _ESCAPED.sub(r"\1", run) for pattern in patterns for run in _PLAIN.findall(_CLASS.sub(".", pattern))
+    ]
+    letters = sorted({letter for run in runs for letter in run})
+    return list(islice(dict.fromkeys([*runs, *letters]), _MOST_WORDS))
 
 
 def quick_endings(matcher: ByteMatcher, *, json: bool) -> Iterator[bytes]:
@@ -104,12 +131,21 @@ def leads_to_end(matcher: ByteMatcher, ending: bytes) -> bool:
 
 
 def _search(
-    matcher: ByteMatcher, ways: _Ways, rest: Callable[[], None] | None, *, most: int = _MOST_TRIALS
+    matcher: ByteMatcher,
+    ways: _Ways,
+    rest: Callable[[], None] | None,
+    *,
+    most: int = _MOST_TRIALS,
+    words: Sequence[bytes] = (),
+    json: bool = False,
 ) -> bytes | None:
     if matcher.is_accepting():
         return b""
     walk = _Walk(matcher)
-    found = _cheapest(walk, matcher, ways, rest, most)
+    if ways is _Ways.SPELLING:
+        found = _spelled(walk, matcher, rest, most, words, json)
+    else:
+        found = _cheapest(walk, matcher, ways, rest, most)
     walk.to(b"")
     return found
 
@@ -129,7 +165,7 @@ def _cheapest(
         forced = matcher.compute_ff_bytes()
         for rank, byte in enumerate(forced[:1] or _next_bytes(matcher.compute_bitmask(), ways)):
             n_trials += 1
-            run = _take(matcher, byte)
+            run = _take(matcher, bytes([byte]))
             ends, mask = matcher.is_accepting(), matcher.compute_bitmask()
             matcher.rollback(len(run))
             key = (n_path + len(run), mask)
@@ -143,6 +179,58 @@ def _cheapest(
         if rest is not None:
             rest()
     return None
+
+
+def _spelled(
+    walk: _Walk,
+    matcher: ByteMatcher,
+    rest: Callable[[], None] | None,
+    most: int,
+    words: Sequence[bytes],
+    json: bool,
+) -> bytes | None:
+    """Best first: the most strings begun and closed, then the fewest steps since."""
+    heap: list[tuple[int, int, int, bytes, bool]] = [(0, 0, 0, b"", False)]
+    seen: Counter[tuple[int, int, bytes, bytes]] = Counter()
+    n_trials = 0
+    while heap and n_trials <= most:
+        closed, n_steps, _, path, accepting = heapq.heappop(heap)
+        if accepting:
+            return path
+        walk.to(path)
+        forced = matcher.compute_ff_bytes()
+        mask = matcher.compute_bitmask()
+        steps = [forced[:1]] if forced else _spelled_steps(mask, words, json=json)
+        for step in steps:
+            n_trials += 1
+            taken = _take(matcher, step)
+            ends, after = matcher.is_accepting(), matcher.compute_bitmask()
+            matcher.rollback(len(taken))
+            closes = json and b'"' in taken
+            one = (closed - closes, 0 if closes else n_steps + 1)
+            key = (*one, step, after)
+            if taken and (ends or seen[key] < _MOST_ALIKE):
+                seen[key] += 1
+                heapq.heappush(heap, (*one, n_trials, path + taken, ends))
+        if rest is not None:
+            rest()
+    return None
+
+
+def _spelled_steps(mask: bytes, words: Sequence[bytes], *, json: bool) -> list[bytes]:
+    allowed = list(_set_bits(mask))
+    in_text = len(allowed) > _FREE_TEXT
+    if json and (not in_text or ord('"') in allowed):
+        closing = _next_bytes(mask, _Ways.CLOSING)
+        if in_text or len(closing) == 1 or all(byte in _CLOSERS for byte in closing):
+            return [bytes([byte]) for byte in closing]
+    few = _thinned(byte for byte in allowed if 0x20 <= byte < 0x7F)
+    wide = [byte for byte in allowed if byte >= 0x80]
+    if in_text and few:  # almost any character may come: those that must are among the words
+        few = [byte for byte in few if any(byte in kind for kind in _KINDS)]
+        wide = []
+    fitting = [word for word in words if word[0] in allowed]
+    return [*fitting, *(bytes([byte]) for byte in (*few, *wide))]
 
 
 class _Walk:
@@ -171,14 +259,16 @@ def _n_shared(one: bytes, other: bytes) -> int:
     return low
 
 
-def _take(matcher: ByteMatcher, byte: int) -> bytes:
-    """Take ``byte`` and what is forced after it; the bytes taken."""
-    if matcher.try_consume_tokens([byte]) == 0:
+def _take(matcher: ByteMatcher, step: bytes) -> bytes:
+    """Take ``step`` and what is forced after it; the bytes taken, none where it is not allowed."""
+    n_taken = matcher.try_consume_tokens(list(step))
+    if n_taken < len(step):
         if matcher.is_error():
             raise TooHeavy(matcher.get_error())
+        matcher.rollback(n_taken)
         return b""
     forced = matcher.compute_ff_bytes()
-    return bytes([byte]) + forced[: matcher.try_consume_tokens(list(forced))]
+    return step + forced[: matcher.try_consume_tokens(list(forced))]
 
 
 def _next_bytes(mask: bytes, ways: _Ways) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import re
 from typing import Any
 
 import pytest
@@ -106,3 +108,28 @@ def test_without_the_library_a_grammar_names_the_extra(tokenizer, monkeypatch: p
     compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, end_ids=tokenizer.eos_token_ids)
     with pytest.raises(MissingExtraError, match="engine"):
         compiler.compile(Grammar.regex("a"))
+
+
+@pytest.mark.parametrize("pattern", ["foo", "\\.com$", "日本", "^\\d+°C$", "^[^@]+@x"])
+def test_a_word_that_must_come_somewhere_is_on_the_way_to_the_end(
+    pattern: str, compiler: GrammarCompiler
+) -> None:
+    """What a pattern requires after or between free text is found, also in an object and a plain pattern."""
+    text = {"type": "string", "pattern": pattern}
+    both = {
+        "type": "object",
+        "properties": {"a": text, "b": {"type": "array", "items": text, "minItems": 2}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    for schema in (text, both):
+        ending = compiler.compile(Grammar.json_schema(schema)).ending
+        assert ending is not None
+        value = json.loads(ending)
+        for found in [value] if schema is text else [value["a"], *value["b"]]:
+            assert re.search(pattern, found)
+    free = "" if pattern[0] == "^" else "(.|\n)*"
+    plain = free + pattern.strip("^$")
+    ending = compiler.compile(Grammar.regex(plain)).ending
+    assert ending is not None
+    assert re.fullmatch(plain, ending.decode())
