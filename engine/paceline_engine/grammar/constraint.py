@@ -53,8 +53,9 @@ class GrammarConstraint:
         self._limit = max_tokens
         self._state: list[int] = []
         """The output tokens that both matchers have taken."""
-        self._ending: tuple[int, bytes] = (0, compiled.ending or b"")
-        """How many bytes had been taken when this way to the end was found."""
+        self._endings: list[tuple[int, int, bytes]] = [(0, 0, compiled.ending or b"")]
+        """Ways to the end known along the output, ascending: after how many tokens, and the bytes that had
+        been taken when it was found. A roll-back brings back the way known there."""
         self._landings: dict[int, Landing] = {}
 
     def limit_time(self, tokens: int) -> None:
@@ -93,7 +94,7 @@ class GrammarConstraint:
         needed = self._needed(left)
         if needed is not None and needed <= left:
             return True
-        if needed is None and left >= _UNKNOWN_ENDING_TOKENS + len(self._ending[1]):
+        if needed is None and left >= _UNKNOWN_ENDING_TOKENS + len(self._endings[-1][2]):
             return True
         self._land(output_ids)
         return False
@@ -150,24 +151,58 @@ class GrammarConstraint:
     def _nearest_end(self, left: int) -> list[int] | None:
         if self._bytes.is_accepting():
             return []
-        tokenize = self._compiled.vocabulary.tokenize
+        self._catch_up()
         n_taken = self._n_bytes()
-        nearest: list[int] | None = None
+        found = self._first_end(n_taken, left)
+        if found is None:
+            return None
+        way, tokens = found
+        # Else the way known before is kept: where this token is not admitted, the output follows it.
+        if len(tokens) <= left:
+            self._keep(len(self._state), n_taken, way)
+        return tokens
+
+    def _first_end(self, n_taken: int, left: int) -> tuple[bytes, list[int]] | None:
+        """The first way that fits ``left`` tokens, else the shortest; None where none is found."""
+        tokenize = self._compiled.vocabulary.tokenize
+        nearest: tuple[bytes, list[int]] | None = None
         for way in self._ways(n_taken):
             tokens = tokenize(way)
             if tokens is None:
                 continue
             if len(tokens) <= left:
-                self._ending = (n_taken, way)
-                return tokens
-            if nearest is None or len(tokens) < len(nearest):
-                nearest = tokens
-        # The way known before is kept: where this token is not admitted, the output follows it.
+                return way, tokens
+            if nearest is None or len(tokens) < len(nearest[1]):
+                nearest = way, tokens
         return nearest
+
+    def _catch_up(self) -> None:
+        """Find the ways of the states before this one that nobody asked for since they were rolled back to.
+
+        A way leads on from the one a token before: without those between, none might be found here.
+        """
+        n_known = self._endings[-1][0] + 1
+        passed = self._state[n_known:]
+        if not passed:
+            return
+        pieces = [list(self._compiled.vocabulary.piece(token_id)) for token_id in passed]
+        self._bytes.rollback(sum(map(len, pieces)))
+        n_taken = self._n_bytes() - sum(map(len, pieces))
+        for at, piece in enumerate(pieces, n_known):
+            _, before, known = self._endings[-1]
+            found = None if self._bytes.is_accepting() else self._first_end(n_taken, self._limit - at)
+            self._keep(at, *((before, known) if found is None else (n_taken, found[0])))
+            self._bytes.try_consume_tokens(piece)
+            n_taken += len(piece)
+
+    def _keep(self, n_tokens: int, n_taken: int, way: bytes) -> None:
+        if self._endings[-1][0] == n_tokens:
+            self._endings.pop()
+        self._endings.append((n_tokens, n_taken, way))
 
     def _ways(self, n_taken: int) -> Iterator[bytes]:
         """Ways to an end, those that cost least to find first."""
-        before, known = self._ending
+        _, before, known = self._endings[-1]
         for way in (known[n_taken - before :] if n_taken >= before else b"", known):
             # What was known before is often a way still: its beginning was taken, or a string grew.
             if way and leads_to_end(self._bytes, way):
@@ -215,6 +250,8 @@ class GrammarConstraint:
         del self._state[-n_tokens:]
         self._tokens.rollback(n_tokens)
         self._bytes.rollback(sum(len(self._compiled.vocabulary.piece(token_id)) for token_id in gone))
+        while self._endings[-1][0] > len(self._state):
+            self._endings.pop()
 
     def _n_bytes(self) -> int:
         return sum(len(self._compiled.vocabulary.piece(token_id)) for token_id in self._state)

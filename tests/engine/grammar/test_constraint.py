@@ -216,6 +216,31 @@ def test_the_mask_depends_on_the_output_alone(compiler: GrammarCompiler, tokeniz
     assert mask_of(one, output[:20], size) == expected[20]
 
 
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar.regex(r"claim-[0-9]{2,40}: [a-z ]+\."), b"claim-1234567"),
+        (Grammar.json_schema(ORDER), b'{"name":"ab","count":12,"state":"open"'),
+    ],
+)
+def test_the_way_to_the_end_depends_on_the_output_alone(
+    grammar: Grammar, text: bytes, compiler: GrammarCompiler, tokenizer
+) -> None:
+    """Ways found along drafts that were thrown away neither replace nor hide those of the output."""
+    compiled = compiler.compile(grammar)
+    plain, drafted = [
+        GrammarConstraint(compiled, max_tokens=150, end_ids=tokenizer.eos_token_ids) for _ in range(2)
+    ]
+    for n in range(len(text) - 6):
+        for at in range(n, n + 6):
+            assert drafted.admits(list(text[:at]), text[at])
+        assert plain.admits(list(text[:n]), text[n])
+        mask_of(drafted, [], tokenizer.vocab_size)
+        way = plain.way_out(list(text[: n + 1]))
+        assert way is not None
+        assert drafted.way_out(list(text[: n + 1])) == way
+
+
 def test_what_follows_a_forbidden_draft_is_not_judged(compiler: GrammarCompiler, tokenizer) -> None:
     """A draft that the grammar forbids, or one past its end, raises nothing."""
     compiled = compiler.compile(Grammar.one_of(["no"]))
