@@ -14,7 +14,7 @@ Should an operation lose the type, the text stays safe and only such a test may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, SupportsIndex
@@ -36,14 +36,12 @@ class Disguise:
     """The characters with which control tokens begin."""
 
     @classmethod
-    def of(cls, names: Iterable[str], texts: Iterable[str]) -> Disguise:
-        """Replacements for all characters of control tokens' ``names``, that occur in none of ``texts``.
+    def of(cls, characters: Sequence[str], *, starts: frozenset[str], texts: Iterable[str]) -> Disguise:
+        """Replacements for the ``characters`` of control tokens' names, that occur in none of ``texts``.
 
         Raises:
             InvalidValueError: the texts leave too few private-use characters over.
         """
-        found = frozenset(names)
-        characters = sorted({character for name in found for character in name})
         used = {character for text in texts for character in text if ord(character) >= _PRIVATE_USE.start}
         free = list(islice((code for code in _PRIVATE_USE if chr(code) not in used), len(characters)))
         if len(free) < len(characters):
@@ -54,11 +52,7 @@ class Disguise:
                 remedy="leave some of them out",
             )
         hide = {ord(character): code for character, code in zip(characters, free, strict=True)}
-        return cls(
-            hide=hide,
-            show={code: character for character, code in hide.items()},
-            starts=frozenset(name[0] for name in found),
-        )
+        return cls(hide=hide, show={code: character for character, code in hide.items()}, starts=starts)
 
     def shown(self, text: str) -> str:
         return str.translate(text, self.show)

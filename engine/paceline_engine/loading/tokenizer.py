@@ -148,7 +148,7 @@ class TextTokenizer:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[str, Disguise]:
         texts = [*texts_of(messages), *texts_of(tools), self._template.source]
-        disguise = Disguise.of(self._markup, texts)
+        disguise = Disguise.of(self._markup_characters, starts=self._markup_starts, texts=texts)
         roles = [message["role"] for message in messages]
         wrapped = [
             {**disguise.wrap(message), "role": role} for message, role in zip(messages, roles, strict=True)
@@ -184,8 +184,17 @@ class TextTokenizer:
 
     @cached_property
     def _starts(self) -> re.Pattern[str]:
-        first = "".join(re.escape(character) for character in {name[0] for name in self._markup})
+        first = "".join(map(re.escape, self._markup_starts))
         return re.compile(f"[{first}]" if first else r"(?!)")
+
+    @cached_property
+    def _markup_starts(self) -> frozenset[str]:
+        return frozenset(name[0] for name in self._markup)
+
+    @cached_property
+    def _markup_characters(self) -> tuple[str, ...]:
+        """Of all names; a model may have thousands, so that they are not gone through for each prompt."""
+        return tuple(sorted({character for name in self._markup for character in name}))
 
     @cached_property
     def _lengths(self) -> tuple[int, ...]:
