@@ -108,7 +108,7 @@ def _infeasible(
     none_allowed = all(each.low_quality for each in judged)
     if slo.on_infeasible == "reject" or (slo.hard and spent) or none_allowed:
         return Decision(
-            backend=_most_likely(judged, left, slo).state.name,
+            backend=_most_likely(judged, left).state.name,
             plan=None,
             feasible=False,
             action="reject",
@@ -129,12 +129,12 @@ def _infeasible(
                 slo, left, judged, shortened, now_s, action="shorten", reason=reason, remedy=remedy
             )
         note = ", and a shorter answer would not help"
-    chosen = _most_likely(judged, left, slo)
+    chosen = _most_likely(judged, left)
     reason = f"taken: the most likely to fit, {_likely(chosen)}{note}: {_misses(chosen, left, slo)}"
     return _decision(slo, left, judged, chosen, now_s, action="degrade", reason=reason, remedy=remedy)
 
 
-def _most_likely(judged: Sequence[Judged], left: Budgets, slo: SLO) -> Judged:
+def _most_likely(judged: Sequence[Judged], left: Budgets) -> Judged:
     """The highest p(meet); where those are alike (all about 0), the nearest: the least median overshoot."""
 
     def key(each: Judged) -> tuple[bool, bool, float, float, float]:

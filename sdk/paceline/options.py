@@ -11,7 +11,7 @@ from typing import Any, TypedDict, cast
 
 from paceline_engine.errors import InvalidValueError, UnknownOptionError
 from paceline_engine.grammar.base import Grammar
-from paceline_engine.numeric import is_number, plain_number
+from paceline_engine.numeric import is_number, is_whole, plain_number
 from paceline_engine.request import MAX_CHOICES, Message, SamplingParams
 from paceline_policies.slo import SLO
 
@@ -170,7 +170,7 @@ def check_max_tokens(max_tokens: object) -> int | None:
     max_tokens = plain_number(max_tokens)
     if max_tokens is None:
         return None
-    if not _is_int(max_tokens) or cast("int", max_tokens) < 1:
+    if not is_whole(max_tokens) or cast("int", max_tokens) < 1:
         raise InvalidValueError(
             "max_tokens",
             observed=max_tokens,
@@ -259,9 +259,9 @@ def _check_type(name: str, value: object) -> None:
     if name in _NUMBERS:
         require(is_number(value), "a number", "leave it out for none")
     elif name in _INTEGERS:
-        require(_is_int(value), "an integer", "leave it out for the default")
+        require(is_whole(value), "an integer", "leave it out for the default")
     elif name in _OPTIONAL_INTEGERS:
-        require(value is None or _is_int(value), "an integer or None", "use None for none")
+        require(value is None or is_whole(value), "an integer or None", "use None for none")
     elif name == "ignore_eos":
         require(isinstance(value, bool), "True or False", "False ends at the model's end tokens")
     elif name == "mix_cache":
@@ -281,10 +281,6 @@ def _text(value: str) -> str:
     return value if type(value) is str else str.__str__(value)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _texts(name: str, value: object) -> tuple[str, ...]:
     items = cast("Sequence[object]", value)
     if (
@@ -301,7 +297,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 def _token_ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, (str, bytes)) and isinstance(value, Sequence):
         items = tuple(map(plain_number, cast("Sequence[object]", value)))
-        if all(map(_is_int, items)):
+        if all(map(is_whole, items)):
             return cast("tuple[int, ...]", items)
     raise InvalidValueError(
         "stop_token_ids", observed=value, limit="a list of token ids", remedy="use stop for texts"
@@ -316,7 +312,7 @@ def _logit_bias(value: object) -> dict[int, float]:
     given = cast("Mapping[object, object]", value)
     found = {plain_number(token_id): plain_number(bias) for token_id, bias in given.items()}
     for token_id, bias in found.items():
-        if not _is_int(token_id) or not is_number(bias):
+        if not is_whole(token_id) or not is_number(bias):
             raise InvalidValueError(
                 "logit_bias",
                 observed={token_id: bias},

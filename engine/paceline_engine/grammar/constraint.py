@@ -186,8 +186,9 @@ class GrammarConstraint:
         if not passed:
             return
         pieces = [list(self._compiled.vocabulary.piece(token_id)) for token_id in passed]
-        self._bytes.rollback(sum(map(len, pieces)))
-        n_taken = self._n_bytes() - sum(map(len, pieces))
+        n_passed = sum(map(len, pieces))
+        self._bytes.rollback(n_passed)
+        n_taken = self._n_bytes() - n_passed
         for at, piece in enumerate(pieces, n_known):
             _, before, known = self._endings[-1]
             found = None if self._bytes.is_accepting() else self._first_end(n_taken, self._limit - at)

@@ -165,9 +165,7 @@ def _cheapest(
         forced = matcher.compute_ff_bytes()
         for rank, byte in enumerate(forced[:1] or _next_bytes(matcher.compute_bitmask(), ways)):
             n_trials += 1
-            run = _take(matcher, bytes([byte]))
-            ends, mask = matcher.is_accepting(), matcher.compute_bitmask()
-            matcher.rollback(len(run))
+            run, ends, mask = _try(matcher, bytes([byte]))
             key = (n_path + len(run), mask)
             if run and (ends or seen[key] < _MOST_ALIKE):
                 seen[key] += 1
@@ -203,9 +201,7 @@ def _spelled(
         steps = [forced[:1]] if forced else _spelled_steps(mask, words, json=json)
         for step in steps:
             n_trials += 1
-            taken = _take(matcher, step)
-            ends, after = matcher.is_accepting(), matcher.compute_bitmask()
-            matcher.rollback(len(taken))
+            taken, ends, after = _try(matcher, step)
             closes = json and b'"' in taken
             one = (closed - closes, 0 if closes else n_steps + 1)
             key = (*one, step, after)
@@ -257,6 +253,14 @@ def _n_shared(one: bytes, other: bytes) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
     return low
+
+
+def _try(matcher: ByteMatcher, step: bytes) -> tuple[bytes, bool, bytes]:
+    """What ``_take`` takes, whether that ends and what may come after it; the matcher stays where it is."""
+    taken = _take(matcher, step)
+    ends, mask = matcher.is_accepting(), matcher.compute_bitmask()
+    matcher.rollback(len(taken))
+    return taken, ends, mask
 
 
 def _take(matcher: ByteMatcher, step: bytes) -> bytes:
